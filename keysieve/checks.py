@@ -1,0 +1,90 @@
+"""Refusals: every error names the argument, what was got, what is accepted, and what to do about it.
+
+Checks run on the host before anything is launched or written, so a refused call leaves outputs and caches as they
+were. This module is a leaf: it imports nothing of keysieve.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KeysieveError(ValueError):
+    """A call was refused. The message names the argument, what was got, what is accepted and the remedy."""
+
+
+class UnsupportedError(KeysieveError):
+    """The arguments are sound, but this backend or machine cannot run them; ``supports()`` gives the same text."""
+
+
+class DeviceFault(RuntimeError):
+    """A kernel met something the host could not see beforehand and raised its device flag."""
+
+
+def message(argument: str, *, got: object, accepted: str, remedy: str) -> str:
+    """The text of a refusal."""
+    return f"{argument}: got {got}; accepted: {accepted}. {remedy}"
+
+
+def refuse(argument: str, *, got: object, accepted: str, remedy: str) -> NoReturn:
+    """Raise :class:`KeysieveError` with the four parts every refusal has."""
+    raise KeysieveError(message(argument, got=got, accepted=accepted, remedy=remedy))
+
+
+def require_int(argument: str, value: object, low: int, high: int, remedy: str) -> int:
+    """``value`` as an int within ``low..high``, or a refusal. A bool is not an int here."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        refuse(argument, got=f"{value!r} ({type(value).__name__})", accepted=f"an int in {low}..{high}", remedy=remedy)
+    number = int(value)
+    if not low <= number <= high:
+        refuse(argument, got=number, accepted=f"an int in {low}..{high}", remedy=remedy)
+    return number
+
+
+def require_choice(argument: str, value: object, choices: tuple[object, ...], remedy: str) -> None:
+    """Refuse ``value`` unless it is one of ``choices``."""
+    if value not in choices:
+        refuse(argument, got=repr(value), accepted=", ".join(repr(c) for c in choices), remedy=remedy)
+
+
+def describe(tensor: object) -> str:
+    """Shape, dtype, strides and device of a tensor (or the type of anything else), for messages."""
+    if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+        return type(tensor).__name__
+    t: torch.Tensor = tensor  # type: ignore[assignment]  # narrowed by the attribute test above
+    dtype = str(t.dtype).removeprefix("torch.")
+    return f"{dtype}{list(t.shape)} stride {tuple(t.stride())} on {t.device}"
+
+
+def require_tensor(
+    argument: str,
+    tensor: object,
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    device: torch.device | None = None,
+    unit_inner: bool = False,
+    remedy: str = "Convert or reshape it before the call.",
+) -> torch.Tensor:
+    """``tensor`` if its dtype, shape (None: any size) and device fit and, if asked, its last stride is 1."""
+    import torch
+
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    wanted = f"{names} [{', '.join('any' if s is None else str(s) for s in shape)}]"
+    if device is not None:
+        wanted += f" on {device}"
+    if unit_inner:
+        wanted += " with unit stride in the last dimension"
+    if not isinstance(tensor, torch.Tensor):
+        refuse(argument, got=describe(tensor), accepted=wanted, remedy=remedy)
+    fits = tensor.dtype in dtypes and tensor.dim() == len(shape)
+    fits = fits and all(want is None or want == have for want, have in zip(shape, tensor.shape, strict=False))
+    fits = fits and (device is None or tensor.device == device)
+    # A dimension of size 0 or 1 may carry any stride: nothing is stepped over.
+    fits = fits and (not unit_inner or tensor.numel() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    if not fits:
+        refuse(argument, got=describe(tensor), accepted=wanted, remedy=remedy)
+    return tensor
