@@ -156,9 +156,7 @@ def add_bf16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint
 @dsl_user_op
 def add_bf16(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """BF16 a + b (bits in the low halves, upper halves ignored), nearest even; the upper half of the result is zero."""
-    text = (
-        "{ .reg .b16 x, y, z; cvt.u16.u32 x, $1; cvt.u16.u32 y, $2; add.rn.bf16 z, x, y; cvt.u32.u16 $0, z; }"
-    )
+    text = "{ .reg .b16 x, y, z; cvt.u16.u32 x, $1; cvt.u16.u32 y, $2; add.rn.bf16 z, x, y; cvt.u32.u16 $0, z; }"
     return asm(text, "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]
 
 

@@ -102,7 +102,14 @@ def _access(kind: str, order: str, scope: str, space: str) -> str:
 
 @dsl_user_op
 def load(
-    addr: Any, dtype: Any, order: str = "weak", scope: str = "gpu", *, space: str = "global", loc: Any = None, ip: Any = None
+    addr: Any,
+    dtype: Any,
+    order: str = "weak",
+    scope: str = "gpu",
+    *,
+    space: str = "global",
+    loc: Any = None,
+    ip: Any = None,
 ) -> Any:
     """One scalar (Int32, Uint32, Float32 or Int64) from `addr`, with memory order and scope (trace-time strings).
 
@@ -116,7 +123,14 @@ def load(
 
 @dsl_user_op
 def store(
-    addr: Any, value: Any, order: str = "weak", scope: str = "gpu", *, space: str = "global", loc: Any = None, ip: Any = None
+    addr: Any,
+    value: Any,
+    order: str = "weak",
+    scope: str = "gpu",
+    *,
+    space: str = "global",
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
     """One scalar to `addr`, with memory order and scope. order: weak, volatile, relaxed, release."""
     suffix, reg = _SCALARS[type(value)]
@@ -210,7 +224,9 @@ def load_shared_v4(addr: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[An
 
 
 @dsl_user_op
-def store_shared_v4(addr: Uint32, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+def store_shared_v4(
+    addr: Uint32, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
     """Four 32-bit words (16-byte aligned) to shared memory."""
     asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", (), (addr, a, b, c, d), loc=loc, ip=ip)
 
@@ -226,8 +242,7 @@ def store_pair(addr: Int64, w0: Uint32, w1: Uint32, tag: Uint32, *, loc: Any = N
     word. The two elements may become visible separately: a reader checks both tags.
     """
     text = (
-        "{ .reg .b64 lo, hi; mov.b64 lo, {$1, $3}; mov.b64 hi, {$2, $3}; "
-        "st.relaxed.sys.global.v2.b64 [$0], {lo, hi}; }"
+        "{ .reg .b64 lo, hi; mov.b64 lo, {$1, $3}; mov.b64 hi, {$2, $3}; st.relaxed.sys.global.v2.b64 [$0], {lo, hi}; }"
     )
     asm(text, "l,r,r,r", (), (addr, w0, w1, tag), loc=loc, ip=ip)
 
@@ -236,8 +251,7 @@ def store_pair(addr: Int64, w0: Uint32, w1: Uint32, tag: Uint32, *, loc: Any = N
 def load_pair(addr: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
     """Read a tagged pair: `(w0, tag0, w1, tag1)`, relaxed, system scope. Compare *both* tags."""
     text = (
-        "{ .reg .b64 lo, hi; ld.relaxed.sys.global.v2.b64 {lo, hi}, [$4]; "
-        "mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
+        "{ .reg .b64 lo, hi; ld.relaxed.sys.global.v2.b64 {lo, hi}, [$4]; mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
     )
     return asm(text, "=r,=r,=r,=r,l", (Uint32,) * 4, (addr,), loc=loc, ip=ip)
 
@@ -261,7 +275,14 @@ def red_shared(addr: Uint32, value: Uint32, op: str = "add", *, loc: Any = None,
 
 @dsl_user_op
 def red_global(
-    addr: Int64, value: Uint32, op: str = "add", order: str = "relaxed", scope: str = "gpu", *, loc: Any = None, ip: Any = None
+    addr: Int64,
+    value: Uint32,
+    op: str = "add",
+    order: str = "relaxed",
+    scope: str = "gpu",
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
     """Global reduction on a u32 without a result. op: add, min, max, or, and; order: relaxed or release."""
     kind = "b32" if op in ("or", "and") else "u32"
@@ -270,7 +291,14 @@ def red_global(
 
 @dsl_user_op
 def atom_global(
-    addr: Int64, value: Uint32, op: str = "add", order: str = "relaxed", scope: str = "gpu", *, loc: Any = None, ip: Any = None
+    addr: Int64,
+    value: Uint32,
+    op: str = "add",
+    order: str = "relaxed",
+    scope: str = "gpu",
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> Uint32:
     """Global atomic on a u32, returning the old value. op: add, min, max, exch; order: relaxed, acquire, acq_rel."""
     kind = "b32" if op == "exch" else "u32"
@@ -283,7 +311,7 @@ def atom_global(
 
 @dsl_user_op
 def map_shared(addr: Uint32, block: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Address, in the cluster's shared window, of this block's shared address `addr` in block `block` of the cluster."""
+    """Cluster-window address of this block's shared address `addr` in block `block` of the cluster."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return asm(text, "=r,r,r", (Uint32,), (addr, block), pure=True, loc=loc, ip=ip)[0]
 

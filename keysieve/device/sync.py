@@ -65,7 +65,7 @@ def wait_pair(
     source: Uint32,
     stage: Uint32,
 ) -> Any:
-    """Poll a tagged pair until both of its tags equal `tag`; returns its two words. After `limit_ns` report and trap."""
+    """Poll a tagged pair until both its tags equal `tag`; returns its two words. After `limit_ns` report and trap."""
     w0, t0, w1, t1 = ptx.load_pair(addr)
     if ((t0 ^ tag) | (t1 ^ tag)) != Uint32(0):
         start = ptx.global_ns()
