@@ -1,0 +1,149 @@
+"""The exact selection as the GPU kernel does it, pass by pass, in NumPy.
+
+What the kernel relies on, and what the property tests of this module hold to a stable sort:
+
+1. **Digits.** The K-th largest of a set of key16 values is found from a histogram of the upper 11 bits and one of the
+   lower 5 bits of the values in the bin that the first one points at (`Threshold`).
+2. **Ties.** All values above the threshold are taken, and the first `need` values equal to it, in position order.
+3. **Parts.** A row may be cut into contiguous parts held by different blocks. Only histograms and counts travel between
+   blocks; a block's first output slot follows from the counts of the blocks before it.
+4. **Two levels.** Cut the row into contiguous groups of at most 8 keys, and let a group's *top* be its largest key.
+   The K best groups by (top descending, position ascending) hold the K best keys by (key descending, position
+   ascending): a key outside of them has K groups before its own whose tops are larger, or as large and at a lower
+   position, and each of those holds a key that is preferred to it. So a long row is a selection among tops (an eighth
+   of the data) followed by one among the keys of exactly K groups, and no list can overflow, whatever the number of
+   equal keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys: TypeAlias = NDArray[np.uint16]
+Indices: TypeAlias = NDArray[np.int64]
+
+GROUP = 8
+HIGH_BINS = 2048
+LOW_BINS = 32
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The K-th largest key16 of all parts, and how many of the keys equal to it are taken."""
+
+    key: int
+    need: int
+
+
+def key16_of_bits(bits: Keys) -> Keys:
+    """key16 of arbitrary BF16 bits: -0 as +0, every NaN as the canonical one."""
+    bits = np.where((bits & 0x7FFF) > 0x7F80, np.uint16(0xFFC0), bits)
+    bits = np.where(bits == 0x8000, np.uint16(0), bits)
+    return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.uint16)
+
+
+def _crossing(counts: NDArray[np.int64], want: int) -> tuple[int, int]:
+    """From the top bin down: (the bin that holds the `want`-th, the number of keys in higher bins)."""
+    upto = np.cumsum(counts[::-1])
+    place = int(np.argmax(upto >= want))
+    return len(counts) - 1 - place, int(upto[place] - counts[len(counts) - 1 - place])
+
+
+def find_threshold(parts: list[Keys], want: int) -> Threshold:
+    """Two histogram passes over all parts. `want` keys or more must exist (1 <= want)."""
+    high = sum((np.bincount(part >> 5, minlength=HIGH_BINS) for part in parts), np.zeros(HIGH_BINS, np.int64))
+    digit, above = _crossing(high, want)
+    low = sum(
+        (np.bincount(part[(part >> 5) == digit] & 31, minlength=LOW_BINS) for part in parts),
+        np.zeros(LOW_BINS, np.int64),
+    )
+    rest, between = _crossing(low, want - above)
+    return Threshold(digit << 5 | rest, want - above - between)
+
+
+def take(parts: list[Keys], want: int) -> list[Indices]:
+    """For every part, the indices it contributes to the `want` best of all, ascending. Parts are in position order."""
+    threshold = find_threshold(parts, want)
+    taken: list[Indices] = []
+    equal_before = 0
+    for part in parts:
+        quota = max(0, threshold.need - equal_before)
+        equal = np.flatnonzero(part == threshold.key)
+        equal_before += len(equal)
+        taken.append(np.sort(np.concatenate([np.flatnonzero(part > threshold.key), equal[:quota]])))
+    return taken
+
+
+def first_slots(taken: list[Indices]) -> list[int]:
+    """The output slot of every part's first selected key: what the counts of the parts before it add up to."""
+    return [0, *np.cumsum([len(indices) for indices in taken])[:-1].tolist()]
+
+
+def tops_of(keys: Keys, head: int = 0) -> Keys:
+    """Largest key16 of every group of 8; the first group holds only `8 - head` keys (an unaligned row)."""
+    padded = np.concatenate([np.zeros(head, np.uint16), keys])
+    padded = np.concatenate([padded, np.zeros(-len(padded) % GROUP, np.uint16)])
+    tops: Keys = padded.reshape(-1, GROUP).max(axis=1)
+    return tops
+
+
+def split(total: int, parts: int) -> list[slice]:
+    """`total` units cut into `parts` contiguous runs of equal size (the last ones may be short or empty)."""
+    each = -(-total // parts)
+    return [slice(min(i * each, total), min((i + 1) * each, total)) for i in range(parts)]
+
+
+def select_direct(keys: Keys, want: int, parts: int = 1, head: int = 0) -> Indices:
+    """Selection among all keys of a row that is cut into `parts` at group borders."""
+    total = -(-(len(keys) + head) // GROUP)
+    runs = [slice(max(0, run.start * GROUP - head), max(0, run.stop * GROUP - head)) for run in split(total, parts)]
+    taken = take([keys[run] for run in runs], want)
+    return np.concatenate([run.start + indices for run, indices in zip(runs, taken, strict=True)])
+
+
+def select_two_level(keys: Keys, want: int, tops: Keys, parts: int = 1, head: int = 0) -> Indices:
+    """Selection among the tops of a row's groups, then among the keys of the `want` groups found.
+
+    tops: one entry per group that has a key inside the row; there must be at least `want`. Each part keeps the groups
+    it found and selects among their keys; the parts' lists together hold exactly `want` groups.
+    """
+    runs = split(len(tops), parts)
+    groups = [run.start + found for run, found in zip(runs, take([tops[run] for run in runs], want), strict=True)]
+    assert sum(map(len, groups)) == want
+    positions = [(found[:, None] * GROUP + np.arange(GROUP) - head).reshape(-1) for found in groups]
+    inside = [(place >= 0) & (place < len(keys)) for place in positions]
+    lists = [
+        np.where(inner, keys[np.clip(place, 0, len(keys) - 1)], np.uint16(0)).astype(np.uint16)
+        for place, inner in zip(positions, inside, strict=True)
+    ]
+    taken = take(lists, want)
+    return np.concatenate([place[indices] for place, indices in zip(positions, taken, strict=True)])
+
+
+def select_row(
+    keys: Keys, k: int, *, parts: int = 1, direct: int = 16384, tops: Keys | None = None, head: int = 0
+) -> Indices:
+    """Positions of the k best keys of a row, ascending: the kernel's choice of path included.
+
+    keys: key16 of the row's keys. direct: keys a part can hold at once; a longer row goes through the tops, which are
+    computed from the keys when they are not given.
+    """
+    if len(keys) <= k:
+        return np.arange(len(keys))
+    groups = -(-(len(keys) + head) // GROUP)
+    if -(-groups // parts) * GROUP <= direct or groups < k:
+        return select_direct(keys, k, parts, head)
+    return select_two_level(keys, k, (tops_of(keys, head) if tops is None else tops)[:groups], parts, head)
+
+
+def row_starts(lengths: NDArray[np.int64], next_n: int, topk: int) -> NDArray[np.int64]:
+    """First element of every row in the compact logits layout (2-D `[requests, next_n]` lengths flattened)."""
+    longest = np.maximum(lengths.reshape(-1, next_n).max(axis=1), 0)
+    tiles = np.where(longest <= topk, 0, -(-longest // 128))
+    before = np.cumsum(tiles) - tiles
+    rows = np.arange(lengths.size)
+    return 128 * (next_n * before[rows // next_n] + (rows % next_n) * tiles[rows // next_n])

@@ -1,0 +1,110 @@
+"""The pass-level model of the selection kernel against a stable sort, on shapes that break careless selections."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keysieve.models import select as model
+
+
+def oracle(keys: np.ndarray, k: int) -> np.ndarray:
+    """First k by (key descending, position ascending), in ascending position."""
+    order = np.argsort(-keys.astype(np.int64), kind="stable")[:k]
+    return np.sort(order)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> np.ndarray:
+    """Key rows of many shapes: spread, one-bucket, few values, plateaus with few keys above, low digit only."""
+    length = draw(st.integers(1, 700))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    kind = draw(st.sampled_from(["spread", "bucket", "few", "plateau", "equal", "high", "specials"]))
+    if kind == "spread":
+        keys = rng.integers(0x3F, 0x10000, length)
+    elif kind == "bucket":
+        keys = 0xBF80 + rng.integers(0, 32, length)
+    elif kind == "few":
+        keys = rng.choice([0x8000, 0x8001, 0xC000], length)
+    elif kind == "plateau":
+        keys = np.where(rng.random(length) < 0.05, rng.integers(0x8001, 0xFF80, length), 0x8000)
+    elif kind == "equal":
+        keys = np.full(length, draw(st.sampled_from([0x3F, 0x7F, 0x8000, 0xFF80])))
+    elif kind == "high":
+        keys = (rng.integers(1, 2048, length) << 5) | 0x1F
+    else:
+        keys = rng.choice([0x3F, 0x7F, 0x8000, 0xFF80], length)
+    return keys.astype(np.uint16)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    keys=rows(),
+    k=st.integers(1, 720),
+    parts=st.integers(1, 8),
+    direct=st.sampled_from([8, 64, 16384]),
+    head=st.integers(0, 7),
+)
+def test_select_row_is_the_stable_sort(keys: np.ndarray, k: int, parts: int, direct: int, head: int) -> None:
+    got = model.select_row(keys, k, parts=parts, direct=direct, head=head)
+    assert got.tolist() == oracle(keys, k).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(keys=rows(), parts=st.integers(1, 8), data=st.data())
+def test_two_levels_need_exactly_k_groups(keys: np.ndarray, parts: int, data: st.DataObject) -> None:
+    tops = model.tops_of(keys)
+    k = data.draw(st.integers(1, len(tops)))
+    got = model.select_two_level(keys, k, tops, parts)
+    assert got.tolist() == oracle(keys, k).tolist()
+
+
+def test_ties_inside_a_group_and_across_groups() -> None:
+    # Two groups tie by their tops; the wanted keys are spread over both, and the later group holds more of them.
+    keys = np.array([5, 9, 1, 1, 1, 1, 1, 1, 9, 9, 9, 9, 9, 9, 9, 9], np.uint16) + 0x8000
+    assert model.select_two_level(keys, 1, model.tops_of(keys)).tolist() == [1]
+    assert model.select_two_level(keys, 2, model.tops_of(keys)).tolist() == [1, 8]
+
+
+@pytest.mark.parametrize("wrong", ["value_only", "last_group"])
+def test_the_oracle_sees_a_wrong_choice_of_groups(wrong: str) -> None:
+    """A group choice that ignores positions among equal tops loses winners: the property above is not vacuous."""
+    keys = np.full(64, 0x8000, np.uint16)
+    tops = model.tops_of(keys)
+    chosen = np.array([7, 6]) if wrong == "value_only" else np.array([1, 7])
+    assert (tops[chosen] == tops.max()).all()
+    positions = (chosen[:, None] * 8 + np.arange(8)).reshape(-1)
+    assert np.sort(positions)[:2].tolist() != oracle(keys, 2).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(keys=rows(), parts=st.integers(1, 8), k=st.integers(1, 64))
+def test_slots_of_parts_are_consecutive(keys: np.ndarray, parts: int, k: int) -> None:
+    k = min(k, len(keys))
+    taken = model.take([keys[run] for run in model.split(len(keys), parts)], k)
+    slots = model.first_slots(taken)
+    assert [slots[i] + len(taken[i]) for i in range(parts - 1)] == slots[1:]
+    assert slots[-1] + len(taken[-1]) == k
+
+
+@given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=50))
+def test_key16_orders_like_the_values(bits: list[int]) -> None:
+    words = np.array(bits, np.uint16)
+    values = (words.astype(np.uint32) << 16).view(np.float32)
+    keys = model.key16_of_bits(words)
+    nan = np.isnan(values)
+    assert (keys[nan] == 0x3F).all()
+    assert (keys > 0).all()
+    clean, order = values[~nan], keys[~nan].astype(np.int64)
+    assert ((clean[:, None] < clean[None, :]) == (order[:, None] < order[None, :])).all()
+    assert ((clean[:, None] == clean[None, :]) == (order[:, None] == order[None, :])).all()
+
+
+def test_row_starts_of_the_compact_layout() -> None:
+    lengths = np.array([5000, 100, 0, 0, 2048, 2049, -3, 300], np.int64)
+    starts = model.row_starts(lengths, 2, 2048)
+    # Tiles: 40 (5000), 0 (empty), 17 (2049), 0 (300 fits).
+    assert starts.tolist() == [0, 40 * 128, 80 * 128, 80 * 128, 80 * 128, 97 * 128, 114 * 128, 114 * 128]
