@@ -24,6 +24,7 @@ LAYERS = {
     "keysieve.plan": 2,
     "keysieve.quantize": 3,
     "keysieve.cache": 3,
+    "keysieve.inputs": 4,
     "keysieve.reference": 4,
     "keysieve.compile": 4,
     "keysieve.launch": 5,
