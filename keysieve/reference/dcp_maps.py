@@ -7,7 +7,7 @@ rank: the merge relies on it.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 
@@ -34,7 +34,17 @@ def local_index(position: Index, world: int, interleave: int) -> Index:
     return position // (interleave * world) * interleave + position % interleave
 
 
-def global_positions(local: Index, world: int, rank: Index, interleave: int) -> Index:
+@overload
+def global_positions(local: int, world: int, rank: int, interleave: int) -> int: ...
+
+
+@overload
+def global_positions(local: torch.Tensor, world: int, rank: int | torch.Tensor, interleave: int) -> torch.Tensor: ...
+
+
+def global_positions(
+    local: int | torch.Tensor, world: int, rank: int | torch.Tensor, interleave: int
+) -> int | torch.Tensor:
     """The global position of ``local`` index on ``rank``: ``(l // S) * S * W + r * S + l % S``.
 
     ``local`` and ``rank`` may be ints or integer tensors that broadcast; negative entries are not masked here.

@@ -1,0 +1,5 @@
+"""``python -m keysieve.dcp.protocol``."""
+
+from keysieve.dcp.protocol import main
+
+raise SystemExit(main())
