@@ -65,6 +65,15 @@ def max_num(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float
 
 
 @dsl_user_op
+def twice_relu(a: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2 * max(a, 0), exact for |a| < 2^127, as a + |a|: NaN stays NaN, -0 gives +0, and no maximum unit is used."""
+    if not in_kernel():
+        return a + Float32(math_ops.absf(a.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+    text = "{ .reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, $1, m; }"
+    return asm(text, "=f,f", (Float32,), (a,), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
 def float_bits(value: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The 32 bits of a float."""
     return value.bitcast(Uint32, loc=loc, ip=ip)

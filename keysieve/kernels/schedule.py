@@ -1,0 +1,163 @@
+"""Work of a step, cut inside the kernel: lengths -> tiles of each request -> this block's contiguous range of tiles.
+
+The 128-key tiles of all requests are numbered in request order. A request needs `ceil(longest / 128)` tiles, `longest`
+being the largest usable length of its rows, or none when that is at most `skip` (tensor parallel: `topk`, its rows
+take every key; else 0). A length is usable in 1..limit, `limit` being what the page table and max_context both hold;
+any other length makes its row empty, and one above the limit is a fault.
+
+The prefix sum lives in shared memory as `requests + 1` words `tiles_before << 1 | half`, where `half` says that the
+request's last tile holds keys in its first page only. No host length, no metadata kernel: every block builds the same
+table from the same lengths (32,768 of them at most: 131 KB of L2 reads), which costs one load latency and two barriers.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from keysieve.device import ptx, scan
+from keysieve.device.paged import ceil_div_pow2
+
+LOG2_TILE = 7
+LOG2_PAGE = 6
+
+FLAG_BAD_PAGE = 0
+"""Bit of the device flag word: a needed page id was outside the pool; the logits of its keys are NaN."""
+FLAG_BAD_LENGTH = 1
+"""Bit: a length beyond the page table or max_context; its row is treated as empty."""
+FLAG_OVERFLOW = 2
+"""Bit: the step needs more logits than the buffer holds; requests that do not fit whole are treated as empty."""
+
+
+def usable_length(length: Int32, limit: Int32) -> Int32:
+    """The keys a row sees: its length if that is in 1..limit, else 0."""
+    return length * Int32(length > Int32(0)) * Int32(length <= limit)
+
+
+@cute.jit
+def longest_row(lens: Int64, request: Int32, limit: Int32, next_n: cutlass.Constexpr[int]) -> Any:
+    """(largest usable length of the request's rows, the number of its lengths above the limit)."""
+    base = lens + Int64(request) * Int64(4 * next_n)
+    lengths = [ptx.load(base + Int64(4 * row), Int32) for row in range(next_n)]
+    longest = Int32(0)
+    faults = Int32(0)
+    for row in cutlass.range_constexpr(next_n):
+        usable = usable_length(lengths[row], limit)
+        if usable > longest:
+            longest = usable
+        faults = faults + Int32(lengths[row] > limit)
+    return longest, faults
+
+
+def tiles_and_half(longest: Int32, skip: Int32) -> tuple[Int32, Int32]:
+    """(tiles of a request, 1 if the second page of its last tile holds no key it needs)."""
+    tiles = ceil_div_pow2(longest, LOG2_TILE) * Int32(longest > skip)
+    rest = (longest - Int32(1)) & Int32(127)
+    return tiles, Int32(rest < Int32(64))
+
+
+@cute.jit
+def build_prefix(
+    lens: Int64,
+    requests: Int32,
+    limit: Int32,
+    skip: Int32,
+    prefix: Uint32,
+    scratch: Uint32,
+    thread: Int32,
+    next_n: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+) -> Any:
+    """Fill the prefix table (shared address `prefix`, requests + 1 words); all threads of the block call it.
+
+    scratch: shared address of threads / 32 words. Every thread owns a run of neighbouring requests. Two block
+    barriers, the second after the table is complete. Returns this thread's number of lengths above the limit.
+    """
+    each = (requests + Int32(threads - 1)) // Int32(threads)
+    first = thread * each
+    last = first + each
+    if last > requests:
+        last = requests
+    mine = Int32(0)
+    faults = Int32(0)
+    tiles = Int32(0)
+    half = Int32(0)
+    for request in cutlass.range(first, last, unroll=1):
+        longest, bad = longest_row(lens, request, limit, next_n)
+        tiles, half = tiles_and_half(longest, skip)
+        mine = mine + tiles
+        faults = faults + bad
+    lane = thread % Int32(32)
+    warp = thread // Int32(32)
+    upto = scan.warp_inclusive(mine, lane)
+    if lane == Int32(31):
+        ptx.store_shared(scratch + Uint32(warp) * Uint32(4), Uint32(upto))
+    cute.arch.sync_threads()
+    before = upto - mine
+    for other in cutlass.range_constexpr(threads // 32 - 1):
+        total = Int32(ptx.load_shared(scratch + Uint32(4 * other)))
+        before = before + total * Int32(Int32(other) < warp)
+    if each == Int32(1):
+        if first < last:  # the usual case keeps its one request in registers
+            _put(prefix, first, before, half)
+    else:
+        running = before
+        for request in cutlass.range(first, last, unroll=1):
+            longest, bad = longest_row(lens, request, limit, next_n)
+            tiles, half = tiles_and_half(longest, skip)
+            _put(prefix, request, running, half)
+            running = running + tiles
+    if last == requests:
+        if first < last:
+            _put(prefix, requests, before + mine, Int32(0))
+    if requests == Int32(0):
+        if thread == Int32(0):
+            _put(prefix, requests, Int32(0), Int32(0))
+    cute.arch.sync_threads()
+    return faults
+
+
+def _put(prefix: Uint32, request: Int32, tiles_before: Int32, half: Int32) -> None:
+    ptx.store_shared(prefix + Uint32(request) * Uint32(4), Uint32((tiles_before << Int32(1)) | half))
+
+
+def tiles_before(prefix: Uint32, request: Int32) -> Int32:
+    """Tiles of all requests below `request` (`request` may be the number of requests: then all tiles)."""
+    return Int32(ptx.load_shared(prefix + Uint32(request) * Uint32(4)) >> Uint32(1))
+
+
+def prefix_word(prefix: Uint32, request: Int32) -> tuple[Int32, Int32]:
+    """(tiles before the request, its half flag)."""
+    word = ptx.load_shared(prefix + Uint32(request) * Uint32(4))
+    return Int32(word >> Uint32(1)), Int32(word & Uint32(1))
+
+
+@cute.jit
+def block_range(total: Int32, block: Int32, blocks: Int32) -> Any:
+    """[first, last) of the tiles that block `block` of `blocks` works on: contiguous, equal within one tile."""
+    share = total // blocks
+    extra = total - share * blocks
+    first = block * share
+    if block < extra:
+        first = first + block
+        share = share + Int32(1)
+    else:
+        first = first + extra
+    return first, first + share
+
+
+@cute.jit
+def find_request(prefix: Uint32, requests: Int32, tile: Int32) -> Int32:
+    """The request that owns tile `tile` (0 <= tile < all tiles): the last one with tiles_before <= tile."""
+    owner = Int32(0)
+    step = Int32(0)
+    if requests > Int32(1):
+        step = Int32(1) << (Int32(31) - Int32(cute.arch.clz(requests - Int32(1))))
+    while step > Int32(0):
+        probe = owner + step
+        if probe < requests:
+            if tiles_before(prefix, probe) <= tile:
+                owner = probe
+        step = step >> Int32(1)
+    return owner

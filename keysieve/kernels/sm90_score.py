@@ -1,0 +1,276 @@
+"""FP8 paged indexer logits on Hopper: one persistent kernel, keys streamed once, all rows of a request per product.
+
+    logit[row, key] = bf16( scale[key] * sum over heads of max(query[row, head] . key, 0) * weight[row, head] )
+
+One block per SM. Warps 0 .. 4 * groups - 1 are consumers (`sm90_score_math`), one warpgroup per tile; in the last
+warpgroup one warp streams key tiles and one streams queries, weights and lengths (`sm90_score_load`). The work is cut
+by `schedule`. Shared memory is mapped by `sm90_score_config.smem_map`; a page lies there as its 8,448 bytes, 64 rows of
+keys and two rows of scale words, brought by one tensor copy with the 128-byte swizzle that the matrix unit reads.
+
+Barriers: `key_full[s]` one arrival (the producer's, with the bytes), `key_empty[s]` one per consumer warp;
+`query_full[s]` two arrivals (announcement of the copy; weights and lengths written), `query_empty[s]` one per
+consumer warp. Consumers release every request in order, also those they had no tile of.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float8E4M3FN, Int32, Int64, Uint8, Uint32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from keysieve.device import ptx
+from keysieve.kernels import schedule
+from keysieve.kernels.sm90_score_config import (
+    ScoreConfig,
+    ScoreShape,
+    chunks_of,
+    shape_of,
+    smem_map,
+)
+from keysieve.kernels.sm90_score_load import stream_keys, stream_queries
+from keysieve.kernels.sm90_score_math import Products, Targets, consume
+from keysieve.spec import HEAD_DIM
+
+PAGE_ROWS = 66
+"""A page seen as rows of 128 bytes: 64 keys, then 64 scale words in two rows."""
+
+
+class Shared:
+    """Trace-time handles into the block's shared memory: addresses (Uint32) and barrier pointers."""
+
+    def __init__(self, base: Any, config: ScoreConfig, shape: ScoreShape) -> None:
+        places = smem_map(config, shape)
+        self.places = places
+        self.base = base
+        origin = ptx.smem_addr(base)
+        self.keys = origin + Uint32(places.keys)
+        self.weights = origin + Uint32(places.weights)
+        self.lengths = origin + Uint32(places.lengths)
+        self.prefix = origin + Uint32(places.prefix)
+        self.descriptors = origin + Uint32(places.descriptors)
+        self.scratch = origin + Uint32(places.scratch)
+        barriers = cute.recast_ptr(base + places.barriers, dtype=Int64)
+        self.key_full = barriers
+        self.key_empty = barriers + shape.stages
+        self.query_full = barriers + 2 * shape.stages
+        self.query_empty = barriers + 2 * shape.stages + shape.query_stages
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> "Shared":
+        return self
+
+    def fp8(self, offset: int, swizzle: Any) -> Any:
+        """Pointer to E4M3 bytes at `offset`, carrying the swizzle."""
+        return cute.recast_ptr(self.base + offset, swizzle, dtype=Float8E4M3FN)
+
+
+class ScoreKernel:
+    """The scorer of one configuration; `entry` is what is compiled and called."""
+
+    def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
+        self.config = config
+        self.shape = shape_of(config) if shape is None else shape
+        self.places = smem_map(config, self.shape)
+        self.chunks = chunks_of(config, self.shape)
+
+    @cute.jit
+    def entry(
+        self,
+        keys: Int64,
+        query: Int64,
+        weights: Int64,
+        lens: Int64,
+        table: Int64,
+        logits: Int64,
+        tops: Int64,
+        starts: Int64,
+        flags: Int64,
+        page_stride: Int64,
+        table_stride: Int64,
+        pitch: Int64,
+        pages: Int32,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+        blocks: Int32,
+        use_pdl: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Addresses are device byte addresses (0 where unused), see `sm90_score_host` for what they point to.
+
+        page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of
+        pitched logits. pages: of the pool. limit: longest usable length. skip: requests whose longest row is at most
+        this are not scored. capacity: tiles the compact buffer holds for every row of a request. blocks: the grid.
+        """
+        config = self.config
+        stride = cute.assume(page_stride, divby=16)
+        pool = cute.make_tensor(
+            cute.make_ptr(Float8E4M3FN, keys, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((PAGE_ROWS, HEAD_DIM, pages), stride=(HEAD_DIM, 1, stride)),
+        )
+        rows = cute.make_tensor(
+            cute.make_ptr(Float8E4M3FN, query, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout(
+                (config.heads, HEAD_DIM, requests * config.next_n), stride=(HEAD_DIM, 1, config.heads * HEAD_DIM)
+            ),
+        )
+        swizzle = cute.make_swizzle(3, 4, 3)
+        page_box = cute.make_composed_layout(swizzle, 0, cute.make_layout((PAGE_ROWS, HEAD_DIM), stride=(HEAD_DIM, 1)))
+        row_box = cute.make_composed_layout(
+            swizzle, 0, cute.make_layout((config.heads, HEAD_DIM), stride=(HEAD_DIM, 1))
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, page_box, (PAGE_ROWS, HEAD_DIM))
+        row_copy, query_rows = cpasync.make_tiled_tma_atom(load, rows, row_box, (config.heads, HEAD_DIM))
+        self.kernel(
+            key_copy,
+            key_pages,
+            row_copy,
+            query_rows,
+            weights,
+            lens,
+            table,
+            logits,
+            tops,
+            starts,
+            flags,
+            table_stride,
+            pitch,
+            pages,
+            requests,
+            limit,
+            skip,
+            capacity,
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.shape.threads, 1, 1),
+            stream=stream,
+            use_pdl=use_pdl,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        key_copy: cute.CopyAtom,
+        key_pages: cute.Tensor,
+        row_copy: cute.CopyAtom,
+        query_rows: cute.Tensor,
+        weights: Int64,
+        lens: Int64,
+        table: Int64,
+        logits: Int64,
+        tops: Int64,
+        starts: Int64,
+        flags: Int64,
+        table_stride: Int64,
+        pitch: Int64,
+        pages: Int32,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+    ) -> None:
+        shape = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
+        shared = Shared(base, self.config, shape)
+        self.begin(shared, key_copy, row_copy, warp)
+        ptx.grid_wait()
+        ptx.grid_launch_dependents()
+        faults = schedule.build_prefix(
+            lens,
+            requests,
+            limit,
+            skip,
+            shared.prefix,
+            shared.scratch,
+            thread,
+            self.config.next_n,
+            shape.threads,
+        )
+        total = schedule.tiles_before(shared.prefix, requests)
+        self.report(shared, starts, flags, requests, capacity, total, faults, thread, block)
+        if total > capacity:
+            total = capacity
+        first, last = schedule.block_range(total, block, blocks)
+        if warp >= 4 * shape.groups:
+            if cutlass.const_expr(shape.registers[0] > 0):
+                cute.arch.setmaxregister_decrease(shape.registers[0])
+            if first < last:
+                if warp == 4 * shape.groups:
+                    stream_keys(
+                        self, shared, key_copy, key_pages, table, table_stride, pages, flags, requests, first, last
+                    )
+                if warp == 4 * shape.groups + 1:
+                    stream_queries(
+                        self, shared, row_copy, query_rows, weights, lens, limit, requests, capacity, first, last
+                    )
+        else:
+            if cutlass.const_expr(shape.registers[0] > 0):
+                cute.arch.setmaxregister_increase(shape.registers[1])
+            if first < last:
+                consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, first, last)
+
+    @cute.jit
+    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
+        """Barriers and descriptors: nothing here touches data of an earlier kernel. The next block barrier publishes."""
+        shape = self.shape
+        if warp == 4 * shape.groups + 2:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(shape.stages):
+                    cute.arch.mbarrier_init(shared.key_full + stage, 1)
+                    cute.arch.mbarrier_init(shared.key_empty + stage, 4 * shape.groups)
+                for stage in cutlass.range_constexpr(shape.query_stages):
+                    cute.arch.mbarrier_init(shared.query_full + stage, 2)
+                    cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
+            cute.arch.mbarrier_init_fence()
+        if warp == 4 * shape.groups + 3:
+            cpasync.prefetch_descriptor(key_copy)
+            cpasync.prefetch_descriptor(row_copy)
+
+    @cute.jit
+    def report(
+        self,
+        shared: Any,
+        starts: Int64,
+        flags: Int64,
+        requests: Int32,
+        capacity: Int32,
+        total: Int32,
+        faults: Int32,
+        thread: Int32,
+        block: Int32,
+    ) -> None:
+        """Block 0 raises flags and hands the prefix table (int32 [requests + 1], tiles) to the next kernel."""
+        if block == Int32(0):
+            if faults > Int32(0):
+                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
+            if total > capacity:
+                if thread == Int32(0):
+                    ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
+            if starts != Int64(0):
+                for request in cutlass.range(thread, requests + Int32(1), self.shape.threads, unroll=1):
+                    before = schedule.tiles_before(shared.prefix, request)
+                    ptx.store(starts + Int64(request) * Int64(4), before)
+
+
+def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """The jit function of `config` and its fake arguments."""
+    kernel = ScoreKernel(config)
+    return kernel.entry, fake_arguments()
+
+
+def fake_arguments() -> tuple[Any, ...]:
+    """Arguments of `ScoreKernel.entry` to compile with: nine addresses, three strides, seven numbers, a stream."""
+    return (*(Int64(0) for _ in range(12)), *(Int32(1) for _ in range(7)), make_fake_stream())

@@ -1,0 +1,162 @@
+"""What the sm90 scorer can be asked for, and how each configuration is cut: chunks, warpgroups, shared memory.
+
+No cutlass here: the host reads the same numbers to plan launches, and tests hold them to the chip's limits.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
+from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS, PAGE
+
+FORMAT_NAMES = ("fp8_fp32", "fp8_ue8m0")
+LAYOUTS = ("compact", "pitched")
+WEIGHTS = ("float32", "bfloat16")
+
+PAGE_SLOT = 9216
+"""Shared bytes one page takes: 8,448 (64 x 128 key bytes, then 64 scale words) rounded up to the swizzle's 1,024."""
+
+PAGES_PER_TILE = 2
+REGISTER_FILE = 65536
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """One compiled scorer.
+
+    key_format: "fp8_fp32" or "fp8_ue8m0". heads: 8, 16, 32, 64. next_n: query rows per request, 1..8. layout:
+    "compact" (with the maxima of each 8 keys) or "pitched". weights: "float32" or "bfloat16".
+    """
+
+    key_format: str
+    heads: int
+    next_n: int
+    layout: str
+    weights: str
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix product: all heads of all rows of a request."""
+        return self.heads * self.next_n
+
+
+@dataclass(frozen=True)
+class ScoreShape:
+    """How a configuration is cut.
+
+    groups: consumer warpgroups; each takes every `groups`-th tile of its block. stages: tiles in the key ring.
+    query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
+    registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
+    registers (else they are read from shared memory for every chunk). evict_first: keys leave L2 before other data.
+    """
+
+    groups: int = 3
+    stages: int = 9
+    query_stages: int = 2
+    chunk_columns: int = 128
+    registers: tuple[int, int] = (0, 0)
+    resident: bool = False
+    evict_first: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers, then one warpgroup of producers."""
+        return (self.groups + 1) * WARPGROUP
+
+
+@dataclass(frozen=True)
+class SmemMap:
+    """Byte offsets in the block's dynamic shared memory; `total` is what the launch asks for."""
+
+    keys: int
+    query: int
+    weights: int
+    lengths: int
+    prefix: int
+    descriptors: int
+    scratch: int
+    barriers: int
+    total: int
+    query_bytes: int
+    weight_bytes: int
+
+
+def chunks_of(config: ScoreConfig, shape: ScoreShape) -> tuple[tuple[int, int], ...]:
+    """(first row, rows) of each matrix product of a tile: as few products as fit `chunk_columns`, near-equal rows."""
+    most = max(1, min(config.next_n, shape.chunk_columns // config.heads))
+    count = -(-config.next_n // most)
+    base, extra = divmod(config.next_n, count)
+    sizes = [base + (i < extra) for i in range(count)]
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return tuple(zip(starts, sizes, strict=True))
+
+
+def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
+    """Where everything lies. Swizzled tiles first: they want 1,024-byte alignment."""
+    query_bytes = config.columns * HEAD_DIM
+    weight_bytes = -(-config.columns // 16) * 16 * 4
+    keys = 0
+    query = keys + shape.stages * PAGES_PER_TILE * PAGE_SLOT
+    weights = query + shape.query_stages * query_bytes
+    lengths = weights + shape.query_stages * weight_bytes
+    prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
+    descriptors = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
+    scratch = descriptors + 16 * shape.stages
+    barriers = scratch + 4 * 32
+    total = barriers + 8 * 2 * (shape.stages + shape.query_stages)
+    return SmemMap(
+        keys, query, weights, lengths, prefix, descriptors, scratch, barriers, total, query_bytes, weight_bytes
+    )
+
+
+def shape_of(config: ScoreConfig) -> ScoreShape:
+    """The cut that is launched for `config`."""
+    columns = config.columns
+    if columns <= 64:
+        shape = ScoreShape(groups=3, stages=10, query_stages=4, resident=True)
+    elif columns <= 128:
+        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(56, 152))
+    elif columns <= 256:
+        shape = ScoreShape(groups=3, stages=7, query_stages=2, registers=(56, 152))
+    else:
+        shape = ScoreShape(groups=3, stages=3, query_stages=2, registers=(56, 152))
+    while smem_map(config, shape).total > MAX_BLOCK_SHARED:
+        shape = ScoreShape(**{**shape.__dict__, "stages": shape.stages - 1})
+    return shape
+
+
+def admitted(arch: str) -> Iterable[ScoreConfig]:
+    """Every configuration the host may ask for on `arch`."""
+    if arch != "sm_90a":
+        return ()
+    return tuple(
+        ScoreConfig(key_format, heads, next_n, layout, weights)
+        for key_format in FORMAT_NAMES
+        for heads in HEADS
+        for next_n in range(1, MAX_NEXT_N + 1)
+        for layout in LAYOUTS
+        for weights in WEIGHTS
+    )
+
+
+def unsupported(heads: int, next_n: int, key_format: str) -> str | None:
+    """Why this scorer cannot run such a shape, or None."""
+    if key_format not in FORMAT_NAMES:
+        return f"key_format {key_format!r} has no sm90 scorer; it has {', '.join(FORMAT_NAMES)}"
+    if heads not in HEADS:
+        return f"heads {heads}: the sm90 scorer takes {', '.join(map(str, HEADS))}; pad with zero heads"
+    if not 1 <= next_n <= MAX_NEXT_N:
+        return f"next_n {next_n}: the sm90 scorer takes 1..{MAX_NEXT_N}"
+    return None
+
+
+assert PAGE == 64 and FORMATS["fp8_fp32"].page_bytes == FORMATS["fp8_ue8m0"].page_bytes == 8448
+
+KERNEL = Kernel(
+    name="sm90_score",
+    entry="keysieve.kernels.sm90_score:build",
+    config=ScoreConfig,
+    archs=("sm_90a",),
+    admitted=admitted,
+)

@@ -1,0 +1,264 @@
+"""Producers of the sm90 scorer: one warp streams key pages, one warp streams queries, weights and lengths.
+
+The key warp looks 16 tiles ahead: each lane owns one page of the next batch, finds its request in the prefix table and
+loads its page id a whole batch before it is used, however short the requests are. A page id outside the pool is never
+handed to the copy engine; the page's scale words become NaN instead, so that its logits do.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from keysieve.device import numerics, ptx
+from keysieve.device.paged import page_in_pool, table_entry
+from keysieve.kernels import schedule
+from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
+from keysieve.spec import HEAD_DIM, PAGE
+
+BATCH = 16
+"""Tiles looked up together: two lanes each."""
+
+PAGE_BYTES = 8448
+SCALE_OFFSET = 8192
+NO_PAGE = -1
+"""Lane code of a page that the request does not need."""
+BAD_PAGE = -2
+"""Lane code of a needed page whose id is outside the pool."""
+NAN_WORD = 0xFFFFFFFF
+"""A scale word that reads as NaN in both formats."""
+
+
+@cute.jit
+def look_up(
+    shared: Any,
+    table: Int64,
+    table_stride: Int64,
+    pages: Int32,
+    flags: Int64,
+    requests: Int32,
+    tile: Int32,
+    last: Int32,
+    second: Int32,
+) -> Any:
+    """(request, tile within it, page id or code) of global tile `tile`; `second` picks its second page."""
+    request = Int32(0)
+    within = Int32(0)
+    code = Int32(NO_PAGE)
+    if tile < last:
+        request = schedule.find_request(shared.prefix, requests, tile)
+        before, half = schedule.prefix_word(shared.prefix, request)
+        after = schedule.tiles_before(shared.prefix, request + Int32(1))
+        within = tile - before
+        unneeded = second * half * Int32(tile == after - Int32(1))
+        if unneeded == Int32(0):
+            code = ptx.load(table_entry(table, request, table_stride, within * Int32(2) + second), Int32)
+            if not page_in_pool(code, pages):
+                code = Int32(BAD_PAGE)
+                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_PAGE), "or")
+    return request, within, code
+
+
+@cute.jit
+def stream_keys(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    key_copy: cute.CopyAtom,
+    key_pages: cute.Tensor,
+    table: Int64,
+    table_stride: Int64,
+    pages: Int32,
+    flags: Int64,
+    requests: Int32,
+    first: Int32,
+    last: Int32,
+) -> None:
+    """The key warp: tiles first..last-1 into the ring, in order, each with its descriptor (request, tile, sequence)."""
+    shape = kernel.shape
+    lane = cute.arch.lane_idx()
+    second = lane & Int32(1)
+    policy = ptx.l2_policy("evict_first")
+    source, target = page_views(kernel, shared, key_copy, key_pages)
+    stage = Int32(0)
+    phase = Int32(1)  # parity 1 passes on a fresh barrier
+    sequence = Int32(-1)
+    current = Int32(-1)
+    request, within, code = look_up(
+        shared, table, table_stride, pages, flags, requests, first + (lane >> Int32(1)), last, second
+    )
+    for begin in cutlass.range(first, last, BATCH, unroll=1):
+        ahead = begin + Int32(BATCH) + (lane >> Int32(1))
+        next_request, next_within, next_code = look_up(
+            shared, table, table_stride, pages, flags, requests, ahead, last, second
+        )
+        count = last - begin
+        if count > Int32(BATCH):
+            count = Int32(BATCH)
+        for index in cutlass.range(count, unroll=1):
+            owner = cute.arch.shuffle_sync(request, index * Int32(2))
+            tile = cute.arch.shuffle_sync(within, index * Int32(2))
+            codes = [
+                cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, index * Int32(2) + Int32(page)))
+                for page in range(PAGES_PER_TILE)
+            ]
+            sequence = sequence + Int32(owner != current)
+            current = owner
+            cute.arch.mbarrier_wait(shared.key_empty + stage, phase)
+            nbytes = Int32(0)
+            for page in cutlass.range_constexpr(PAGES_PER_TILE):
+                nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(PAGE_BYTES)
+                if codes[page] == Int32(BAD_PAGE):
+                    spoil_scales(shared.keys + Uint32(stage * 2 + page) * Uint32(PAGE_SLOT), lane)
+            with cute.arch.elect_one():
+                place = shared.descriptors + Uint32(stage) * Uint32(16)
+                ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
+            for page in cutlass.range_constexpr(PAGES_PER_TILE):
+                if codes[page] >= Int32(0):
+                    if cutlass.const_expr(shape.evict_first):
+                        cute.copy(
+                            key_copy,
+                            source[(None, codes[page])],
+                            target[(None, stage * PAGES_PER_TILE + page)],
+                            tma_bar_ptr=shared.key_full + stage,
+                            cache_policy=policy,
+                        )
+                    else:
+                        cute.copy(
+                            key_copy,
+                            source[(None, codes[page])],
+                            target[(None, stage * PAGES_PER_TILE + page)],
+                            tma_bar_ptr=shared.key_full + stage,
+                        )
+            stage = stage + Int32(1)
+            if stage == Int32(shape.stages):
+                stage = Int32(0)
+                phase = phase ^ Int32(1)
+        request = next_request
+        within = next_within
+        code = next_code
+
+
+def page_views(kernel: Any, shared: Any, key_copy: Any, key_pages: Any) -> tuple[Any, Any]:
+    """(global pages by id, ring slots by number) as the tensor copy wants them."""
+    rows = 66
+    swizzle = cute.make_swizzle(3, 4, 3)
+    slots = kernel.shape.stages * PAGES_PER_TILE
+    layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(HEAD_DIM, 1, PAGE_SLOT))
+    ring = cute.make_tensor(shared.fp8(kernel.places.keys, swizzle), layout)
+    pool = cute.local_tile(key_pages, (rows, HEAD_DIM), (0, 0, None))
+    target, source = cpasync.tma_partition(
+        key_copy, 0, cute.make_layout(1), cute.group_modes(ring, 0, 2), cute.group_modes(pool, 0, 2)
+    )
+    return source, target
+
+
+@cute.jit
+def spoil_scales(page: Uint32, lane: Int32) -> None:
+    """Make the 64 scale words of a ring slot NaN. Later copies into the slot come from the async proxy: fence."""
+    for half in cutlass.range_constexpr(2):
+        where = page + Uint32(SCALE_OFFSET) + Uint32(lane * Int32(4) + Int32(PAGE * 2 * half))
+        ptx.store_shared(where, Uint32(NAN_WORD))
+    ptx.fence_async_shared()
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def stream_queries(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    row_copy: cute.CopyAtom,
+    query_rows: cute.Tensor,
+    weights: Int64,
+    lens: Int64,
+    limit: Int32,
+    requests: Int32,
+    capacity: Int32,
+    first: Int32,
+    last: Int32,
+) -> None:
+    """The query warp: for every request with a tile in first..last-1, its queries, half weights and usable lengths."""
+    config = kernel.config
+    shape = kernel.shape
+    places = kernel.places
+    lane = cute.arch.lane_idx()
+    source, target = row_views(kernel, shared, row_copy, query_rows)
+    request = schedule.find_request(shared.prefix, requests, first)
+    stage = Int32(0)
+    phase = Int32(1)
+    more = Int32(1)
+    while more != Int32(0):
+        after = schedule.tiles_before(shared.prefix, request + Int32(1))
+        row = request * Int32(config.next_n)
+        cute.arch.mbarrier_wait(shared.query_empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, places.query_bytes)
+        for part in cutlass.range_constexpr(config.next_n):
+            cute.copy(
+                row_copy,
+                source[(None, row + Int32(part))],
+                target[(None, part, stage)],
+                tma_bar_ptr=shared.query_full + stage,
+            )
+        halve_weights(config, shared.weights + Uint32(stage) * Uint32(places.weight_bytes), weights, row, lane)
+        if lane < Int32(config.next_n):
+            length = ptx.load(lens + Int64(row + lane) * Int64(4), Int32)
+            usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
+            where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
+            ptx.store_shared(where, Uint32(usable))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.query_full + stage)
+        stage = stage + Int32(1)
+        if stage == Int32(shape.query_stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+        more = Int32(after < last)
+        if after < last:
+            request = schedule.find_request(shared.prefix, requests, after)
+
+
+def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:
+    """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them."""
+    config = kernel.config
+    swizzle = cute.make_swizzle(3, 4, 3)
+    layout = cute.make_layout(
+        (config.heads, HEAD_DIM, config.next_n, kernel.shape.query_stages),
+        stride=(HEAD_DIM, 1, config.heads * HEAD_DIM, kernel.places.query_bytes),
+    )
+    held = cute.make_tensor(shared.fp8(kernel.places.query, swizzle), layout)
+    rows = cute.local_tile(query_rows, (config.heads, HEAD_DIM), (0, 0, None))
+    target, source = cpasync.tma_partition(
+        row_copy, 0, cute.make_layout(1), cute.group_modes(held, 0, 2), cute.group_modes(rows, 0, 2)
+    )
+    return source, target
+
+
+@cute.jit
+def halve_weights(config: cutlass.Constexpr[Any], place: Uint32, weights: Int64, row: Int32, lane: Int32) -> None:
+    """Write half of each weight (the ReLU is computed doubled) in the order that a consumer thread reads four.
+
+    Word `16 * pair + 4 * quad + 2 * odd + v` holds column `8 * (2 * pair + odd) + 2 * quad + v`: the accumulator
+    columns of lane quad position `quad` in two neighbouring blocks of eight. Padding words are zero.
+    """
+    columns = config.columns
+    words = -(-columns // 16) * 16
+    size = 4 if config.weights == "float32" else 2
+    base = weights + Int64(row) * Int64(config.heads * size)
+    values = []
+    for start in cutlass.range_constexpr(0, words, 32):
+        word = lane + Int32(start)
+        column = ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
+        value = Uint32(0)
+        if column < Int32(columns):
+            if cutlass.const_expr(size == 4):
+                value = ptx.load(base + Int64(column) * Int64(4), Uint32)
+            else:
+                value = ptx.load_u16(base + Int64(column) * Int64(2)) << Uint32(16)
+        values.append(value)
+    for start in cutlass.range_constexpr(0, words, 32):
+        half = numerics.mul(numerics.bits_float(values[start // 32]), cutlass.Float32(0.5))
+        if lane + Int32(start) < Int32(words):
+            ptx.store_shared(place + Uint32(4 * start) + Uint32(lane) * Uint32(4), numerics.float_bits(half))
