@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+from keysieve import dcp, reference
+from keysieve.api import DecodeIndexer, score, topk, workspace_bytes
+from keysieve.backends import DeviceFaultWarning, supports
+from keysieve.cache import IndexCache
 from keysieve.checks import DeviceFault, KeysieveError, UnsupportedError
+from keysieve.inputs import Selection
+from keysieve.quantize import fold_weights, quantize_query
+from keysieve.reference.dcp_maps import local_seq_lens
+from keysieve.reference.local_topk import local_topk
+from keysieve.reference.merge import merge
 from keysieve.spec import IndexerSpec
 
 __version__ = "0.1.0"
 
-__all__ = ["DeviceFault", "IndexerSpec", "KeysieveError", "UnsupportedError", "__version__"]
+__all__ = [
+    "DecodeIndexer",
+    "DeviceFault",
+    "DeviceFaultWarning",
+    "IndexCache",
+    "IndexerSpec",
+    "KeysieveError",
+    "Selection",
+    "UnsupportedError",
+    "__version__",
+    "dcp",
+    "fold_weights",
+    "local_seq_lens",
+    "local_topk",
+    "merge",
+    "quantize_query",
+    "reference",
+    "score",
+    "supports",
+    "topk",
+    "workspace_bytes",
+]

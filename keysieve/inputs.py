@@ -7,8 +7,8 @@ the host, a kernel on its device).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,11 @@ class Step:
     def requests(self) -> int:
         return self.index_table.shape[0]
 
+    def with_lengths(self, seq_lens: torch.Tensor, index_table: torch.Tensor | None) -> Step:
+        """The same step with other lengths and, unless None, another index table."""
+        table = self.index_table if index_table is None else index_table
+        return replace(self, seq_lens=seq_lens, index_table=table)
+
     @property
     def table_keys(self) -> int:
         """Keys that the index table has columns for."""
@@ -78,11 +83,34 @@ class Placement:
         return None if self.kv_table is None else self.kv_table.shape[1] * self.kv_page
 
 
+class Selection(NamedTuple):
+    """What a step selected.
+
+    Attributes:
+        rows: int32 ``[rows, topk]``: physical rows (key positions without a KV block table) of the selected keys, in
+            ascending key position, then -1.
+        counts: int32 ``[rows]``: how many of them are keys.
+        positions: int32 ``[rows, topk]``: key positions, ascending, then -1; None if they were not asked for.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    positions: torch.Tensor | None
+
+
 def check_spec(spec: object) -> IndexerSpec:
     """``spec`` if it is an IndexerSpec."""
     if not isinstance(spec, IndexerSpec):
         refuse("spec", got=type(spec).__name__, accepted="an IndexerSpec", remedy="Build ks.IndexerSpec(...).")
     return spec
+
+
+def query_of(query: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A query as its codes and its scale words (None for FP8), unchecked."""
+    if isinstance(query, torch.Tensor):
+        return query, None
+    codes, words = query
+    return codes, words
 
 
 def check_query(spec: IndexerSpec, query: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

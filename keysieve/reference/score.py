@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from keysieve.cache import IndexCache
+from keysieve.checks import require_int
 from keysieve.inputs import Step, check_step
 from keysieve.plan import CPU_CHUNK_KEYS
 from keysieve.quantize import decode_scales
 from keysieve.reference.bf16 import head_sum_bf16
 from keysieve.reference.faults import Faults, usable_lengths
 from keysieve.reference.keys import canonicalize_
-from keysieve.spec import CANONICAL_NAN, HEAD_DIM, MX_BLOCK, PAGE, IndexerSpec, KeyFormat
+from keysieve.spec import CANONICAL_NAN, HEAD_DIM, MAX_CONTEXT, MX_BLOCK, PAGE, IndexerSpec, KeyFormat
 
 _BLOCKS = HEAD_DIM // MX_BLOCK
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -188,6 +189,26 @@ def score_step(step: Step, numerics: str, lengths: list[int], max_len: int, faul
     return logits
 
 
+def check_max_len(max_len: Any) -> int | None:
+    """``max_len`` of the public score: None, or the width of the result."""
+    if max_len is None:
+        return None
+    return require_int("max_len", max_len, 0, MAX_CONTEXT, "Give the width of the result in keys, or None.")
+
+
+def score_checked(step: Step, max_len: int | None, faults: Faults) -> torch.Tensor:
+    """BF16 ``[rows, max_len]`` of a checked step; ``max_len`` None: the longest length.
+
+    A row longer than ``max_len`` or than its index table is empty (all -inf), with a fault.
+    """
+    limits = [(step.table_keys, "the index table")]
+    if max_len is not None:
+        limits.append((max_len, "max_len"))
+    lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
+    width = max(lengths, default=0) if max_len is None else max_len
+    return score_step(step, step.spec.numerics_on("cpu"), lengths, width, faults)
+
+
 def score(
     spec: IndexerSpec,
     query: Any,
@@ -204,14 +225,5 @@ def score(
     Returns:
         bfloat16 ``[rows, max_len]``: -inf past a row's length. Without ``max_len``: the longest length.
     """
-    faults = Faults() if faults is None else faults
     step = check_step(spec, query, cache, weights, seq_lens, index_table, device="cpu")
-    lengths = usable_lengths(step.seq_lens.tolist(), score_limits(step, max_len), faults)
-    width = max(lengths, default=0) if max_len is None else max_len
-    return score_step(step, spec.numerics_on("cpu"), lengths, width, faults)
-
-
-def score_limits(step: Step, max_len: int | None) -> list[tuple[int, str]]:
-    """The most keys a row of ``score`` may have, and why."""
-    limits = [(step.table_keys, "the index table")]
-    return limits if max_len is None else [*limits, (max_len, "max_len")]
+    return score_checked(step, check_max_len(max_len), Faults() if faults is None else faults)

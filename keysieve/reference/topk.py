@@ -8,12 +8,13 @@ keys that equal it. Nothing here depends on the order in which anything runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keysieve.checks import refuse, require_int, require_tensor
-from keysieve.inputs import check_placement
+from keysieve.inputs import Placement, check_placement
 from keysieve.reference.faults import Faults, usable_lengths
 from keysieve.reference.keys import key16
 from keysieve.reference.rows import physical_rows
@@ -75,19 +76,83 @@ def select(logits: torch.Tensor, lengths: Sequence[int], k: int) -> tuple[torch.
     return positions, torch.tensor(counts, dtype=torch.int32)
 
 
-def check_rows(logits: Any, lengths: Any, k: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Check the arguments of the public top-k: BF16 ``[rows, width]``, lengths per row and ``k``."""
+@dataclass(frozen=True)
+class TopkCall:
+    """A checked call of the public top-k.
+
+    Attributes:
+        logits: bfloat16 ``[rows, width]``, unit inner stride.
+        lengths: int32 or int64 ``[rows]``.
+        k: keys to select per row.
+        place: where selected keys lie; without a KV table the output is positions.
+        owner: integer ``[rows]``, the KV table row of every row, or None: rows spread evenly.
+    """
+
+    logits: torch.Tensor
+    lengths: torch.Tensor
+    k: int
+    place: Placement
+    owner: torch.Tensor | None
+
+
+def check_topk(
+    logits: Any, lengths: Any, k: Any, kv_table: Any, kv_page: Any, block_rows: Any, row_request: Any
+) -> TopkCall:
+    """Check the arguments of the public top-k."""
     remedy = "Round them to BF16 first (tensor.to(torch.bfloat16)); keys are ordered by their BF16 value."
     logits = require_tensor(
         "logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True, remedy=remedy
     )
-    count = require_int("k", k, 1, MAX_TOPK, "Select fewer keys per row.")
+    rows, device = logits.shape[0], logits.device
+    places = require_int("k", k, 1, MAX_TOPK, "Select fewer keys per row.")
     kinds = (torch.int32, torch.int64)
-    shape = (logits.shape[0],)
-    if isinstance(lengths, torch.Tensor) and lengths.dim() == 2 and lengths.numel() == logits.shape[0]:
+    if isinstance(lengths, torch.Tensor) and lengths.dim() == 2 and lengths.numel() == rows:
         lengths = lengths.reshape(-1)
-    lens = require_tensor("lengths", lengths, dtypes=kinds, shape=shape, device=logits.device)
-    return logits, lens, count
+    lens = require_tensor("lengths", lengths, dtypes=kinds, shape=(rows,), device=device)
+    table_rows = kv_table.shape[0] if isinstance(kv_table, torch.Tensor) and kv_table.dim() else rows
+    place = check_placement(
+        kv_table, kv_page, block_rows, rows=table_rows, requests=table_rows, next_n=1, device=device
+    )
+    if row_request is None:
+        if rows % table_rows if table_rows else rows:
+            refuse(
+                "kv_table",
+                got=f"{table_rows} rows for {rows} rows of logits",
+                accepted="a number of rows that divides the rows of logits",
+                remedy="Pass row_request [rows], which names the table row of every row.",
+            )
+        return TopkCall(logits, lens, places, place, None)
+    if kv_table is None:
+        remedy = "Pass kv_table too, or leave row_request out."
+        refuse("row_request", got="a tensor without kv_table", accepted="None", remedy=remedy)
+    owner = require_tensor("row_request", row_request, dtypes=kinds, shape=(rows,), device=device)
+    return TopkCall(logits, lens, places, place, owner)
+
+
+def topk_checked(call: TopkCall, faults: Faults) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions or physical rows int32 ``[rows, k]`` and counts int32 ``[rows]`` of a checked call on the CPU."""
+    limits = [(call.logits.shape[1], "the logits' row")]
+    if call.place.table_keys is not None:
+        limits.append((call.place.table_keys, "the KV block table"))
+    usable = usable_lengths(call.lengths.tolist(), limits, faults)
+    owner, table = call.owner, call.place.kv_table
+    if owner is not None and table is not None:
+        _empty_unowned(usable, owner, table.shape[0], faults)
+        owner = owner.clamp(0, max(table.shape[0] - 1, 0))
+    positions, counts = select(call.logits, usable, call.k)
+    if table is None:
+        return positions, counts
+    place = call.place
+    placed = physical_rows(positions, table, kv_page=place.kv_page, block_rows=place.block_rows, row_request=owner)
+    return placed, counts
+
+
+def _empty_unowned(lengths: list[int], owner: torch.Tensor, requests: int, faults: Faults) -> None:
+    """Empty the rows whose ``row_request`` names no row of the KV block table, with a fault."""
+    for t, request in enumerate(owner.tolist()):
+        if lengths[t] > 0 and not 0 <= request < requests:
+            faults.add(f"row {t}: row_request {request} is outside the {requests} rows of kv_table; it was left empty")
+            lengths[t] = 0
 
 
 def topk(
@@ -106,52 +171,5 @@ def topk(
     Returns:
         int32 ``[rows, k]``: ascending positions, or with ``kv_table`` their physical rows, then -1; and counts.
     """
-    faults = Faults() if faults is None else faults
-    logits, lens, k = check_rows(logits, lengths, k)
-    rows = logits.shape[0]
-    owner = check_row_request(row_request, kv_table, rows, logits.device)
-    table_rows = rows if kv_table is None else kv_table.shape[0]
-    place = check_placement(
-        kv_table, kv_page, block_rows, rows=table_rows, requests=table_rows, next_n=1, device=logits.device
-    )
-    limits = [(logits.shape[1], "the logits' row")]
-    if place.table_keys is not None:
-        limits.append((place.table_keys, "the KV block table"))
-    usable = usable_lengths(lens.tolist(), limits, faults)
-    if owner is not None:
-        _empty_unowned(usable, owner, table_rows, faults)
-        owner = owner.clamp(0, max(table_rows - 1, 0))
-    positions, counts = select(logits, usable, k)
-    if place.kv_table is None:
-        return positions, counts
-    placed = physical_rows(
-        positions, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows, row_request=owner
-    )
-    return placed, counts
-
-
-def _empty_unowned(lengths: list[int], owner: torch.Tensor, requests: int, faults: Faults) -> None:
-    """Empty the rows whose ``row_request`` names no row of the KV block table, with a fault."""
-    for t, request in enumerate(owner.tolist()):
-        if lengths[t] > 0 and not 0 <= request < requests:
-            faults.add(f"row {t}: row_request {request} is outside the {requests} rows of kv_table; it was left empty")
-            lengths[t] = 0
-
-
-def check_row_request(row_request: Any, kv_table: Any, rows: int, device: torch.device) -> torch.Tensor | None:
-    """``row_request`` if it fits; without it the KV table's rows must divide the rows of logits."""
-    if row_request is not None:
-        if kv_table is None:
-            remedy = "Pass kv_table too, or leave row_request out."
-            refuse("row_request", got="a tensor without kv_table", accepted="None", remedy=remedy)
-        kinds = (torch.int32, torch.int64)
-        return require_tensor("row_request", row_request, dtypes=kinds, shape=(rows,), device=device)
-    requests = kv_table.shape[0] if isinstance(kv_table, torch.Tensor) and kv_table.dim() else rows
-    if kv_table is not None and (rows % requests if requests else rows):
-        refuse(
-            "kv_table",
-            got=f"{requests} rows for {rows} rows of logits",
-            accepted="a number of rows that divides the rows of logits",
-            remedy="Pass row_request [rows], which names the table row of every row.",
-        )
-    return None
+    call = check_topk(logits, lengths, k, kv_table, kv_page, block_rows, row_request)
+    return topk_checked(call, Faults() if faults is None else faults)

@@ -1,0 +1,424 @@
+"""The public functions and ``DecodeIndexer``: checks, plan, launch.
+
+Every call runs in the same order: tensors are checked, what will run is known from the plan, and only then is anything
+written. A refused call leaves outputs and caches as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keysieve import ops
+from keysieve.backends import as_device, load, name_for, resolve
+from keysieve.checks import refuse, require_int
+from keysieve.dcp.base import ContextParallel
+from keysieve.inputs import (
+    Placement,
+    Query,
+    Selection,
+    Step,
+    check_output,
+    check_placement,
+    check_spec,
+    check_step,
+    query_of,
+)
+from keysieve.plan import Plan, Problem, Sharding, make_plan
+from keysieve.reference.rows import physical_rows
+from keysieve.reference.score import check_max_len
+from keysieve.reference.topk import check_topk
+from keysieve.spec import MAX_NEXT_N, IndexerSpec
+
+_MAX_SITE = (1 << 20) - 1
+
+
+def score(
+    spec: IndexerSpec,
+    query: Query,
+    cache: Any,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    index_table: torch.Tensor,
+    max_len: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The indexer's logits of every row over its whole context. Every row is scored, however short.
+
+    Args:
+        spec: the model's indexer.
+        query: E4M3 ``[rows, heads, 128]`` (``torch.float8_e4m3fn``, or its bytes as uint8); MXFP4: a pair of E2M1
+            bytes uint8 ``[rows, heads, 64]`` and UE8M0 scale words int32 ``[rows, heads]``.
+        cache: the IndexCache, of the spec's format.
+        weights: float32 or bfloat16 ``[rows, heads]``, with all other factors folded in (:func:`fold_weights`).
+        seq_lens: int32 ``[rows]`` or ``[requests, next_n]``: keys that a row sees; 0 or less is an empty row.
+        index_table: int32 ``[requests, columns]``, page ids; columns past the last needed one are not read.
+        max_len: width of the result, in keys. Without it the lengths are read (a synchronisation on a GPU, refused
+            while a CUDA graph is captured).
+        out: a bfloat16 ``[rows, max_len]`` buffer of unit inner stride to write into.
+
+    Returns:
+        bfloat16 ``[rows, max_len]``: -inf past a row's length. A page id outside the cache gives the canonical NaN; a
+        length beyond the table or ``max_len`` leaves its row empty; both are reported, on the CPU by a
+        DeviceFaultWarning.
+
+    Raises:
+        KeysieveError: an argument of the wrong dtype, shape or device. Nothing was written.
+        UnsupportedError: no backend runs this on the tensors' device.
+    """
+    step = check_step(spec, query, cache, weights, seq_lens, index_table)
+    width = check_max_len(max_len)
+    backend = resolve(spec, next_n=step.next_n, device=step.codes.device, cache=cache)
+    if out is not None:
+        if width is None:
+            refuse("max_len", got=None, accepted="an int when out is given", remedy="Pass out.shape[1].")
+        _check_logits("out", out, (step.rows, width), step.codes.device)
+    if not torch.compiler.is_compiling():
+        return backend.score(step, width, out)
+    if width is None:
+        refuse("max_len", got=None, accepted="an int under torch.compile", remedy="Pass the width of the result.")
+    logits = step.weights.new_empty((step.rows, width), dtype=torch.bfloat16) if out is None else out
+    s = step
+    ops.score(
+        s.codes, s.words, s.cache.data, s.weights, s.seq_lens, s.index_table, s.next_n, *ops.flat_spec(spec), logits
+    )
+    return logits
+
+
+def topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    *,
+    kv_table: torch.Tensor | None = None,
+    kv_page: int | None = None,
+    block_rows: int | None = None,
+    row_request: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact top-k of anyone's BF16 rows: the first by (key16 descending, position ascending).
+
+    -0 counts as +0 and every NaN as the canonical one, which ranks below -inf.
+
+    Args:
+        logits: bfloat16 ``[rows, width]``, any row stride, unit inner stride.
+        lengths: int32 ``[rows]``: keys of a row; what lies past it is never read. 0 or less is an empty row.
+        k: keys to select, 1..4096.
+        kv_table: int32 ``[requests, blocks]``, any row stride. With it physical rows are returned.
+        kv_page: tokens per block of the attention cache, a power of two; default 64.
+        block_rows: rows a block spans in the cache view; default ``kv_page``.
+        row_request: int32 ``[rows]``: the KV table row of every row; default ``row // (rows / requests)``.
+        out, counts: int32 buffers ``[rows, k]`` (any row stride) and ``[rows]`` to write into.
+
+    Returns:
+        ``(positions or physical rows int32 [rows, k], counts int32 [rows])``: ascending in position, then -1. A
+        length beyond ``width`` or the KV table leaves its row empty and is reported.
+
+    Raises:
+        KeysieveError: an argument of the wrong dtype, shape or device. Nothing was written.
+        UnsupportedError: no backend serves the tensors' device.
+    """
+    call = check_topk(logits, lengths, k, kv_table, kv_page, block_rows, row_request)
+    rows, device = logits.shape[0], logits.device
+    backend = load(name_for("auto", device))
+    if out is not None:
+        check_output("out", out, (rows, k), device)
+    if counts is not None:
+        check_output("counts", counts, (rows,), device)
+    if not torch.compiler.is_compiling():
+        return backend.topk(call, out, counts)
+    chosen = lengths.new_empty((rows, k), dtype=torch.int32) if out is None else out
+    number = lengths.new_empty((rows,), dtype=torch.int32) if counts is None else counts
+    p = call.place
+    ops.topk(call.logits, call.lengths, p.kv_table, call.owner, p.kv_page, p.block_rows, chosen, number)
+    return chosen, number
+
+
+def _check_logits(argument: str, out: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a logits buffer that is not bfloat16 of that shape with unit inner stride."""
+    fits = isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and tuple(out.shape) == shape
+    if not fits or out.device != device or (out.shape[-1] > 1 and out.stride(-1) != 1):
+        remedy = "Allocate it with torch.empty, or leave it out."
+        refuse(argument, got=repr(type(out)), accepted=f"bfloat16 {list(shape)} on {device}", remedy=remedy)
+
+
+def workspace_bytes(
+    spec: IndexerSpec,
+    max_rows: int,
+    max_context: int,
+    next_n: int | Sequence[int] = 1,
+    device: torch.device | str = "cuda",
+    backend: str = "auto",
+    dcp: ContextParallel | None = None,
+    max_total_keys: int | None = None,
+) -> int:
+    """Bytes that a ``DecodeIndexer`` with these arguments allocates on its device; nothing is allocated.
+
+    The buffers are shared by all layers that use the indexer. ``backend`` may name a GPU backend on a machine that
+    has no such GPU: planning needs none.
+    """
+    where = as_device(device)
+    name = backend if backend not in ("auto", "cpu") else name_for(backend, where)
+    sharding = None
+    if dcp is not None:
+        _check_dcp(dcp)
+        sharding = Sharding(dcp.world, dcp.rank, dcp.interleave, dcp.offered(spec.topk), dcp.sharded)
+    counts = _next_n_counts(next_n)
+    problem = Problem(check_spec(spec), name, max_rows, max_context, counts, max_total_keys, sharding)
+    return make_plan(problem).workspace_bytes
+
+
+def _check_dcp(dcp: Any) -> ContextParallel:
+    if not isinstance(dcp, ContextParallel):
+        remedy = "Build ks.dcp.Exchange(group) or ks.dcp.Gather(group)."
+        refuse("dcp", got=type(dcp).__name__, accepted="a keysieve.dcp object, or None", remedy=remedy)
+    return dcp
+
+
+def _next_n_counts(next_n: int | Sequence[int]) -> tuple[int, ...]:
+    """``next_n`` as the sorted tuple of the counts to prepare for."""
+    remedy = "Use at most 8 query rows per request (1 + speculative tokens)."
+    given = tuple(next_n) if isinstance(next_n, Sequence) else (next_n,)
+    if not given:
+        refuse("next_n", got="an empty sequence", accepted="an int in 1..8, or several", remedy=remedy)
+    return tuple(sorted({require_int("next_n", n, 1, MAX_NEXT_N, remedy) for n in given}))
+
+
+class DecodeIndexer:
+    """The whole step: for every query row the exact top-k keys, as physical rows of the attention KV cache.
+
+    One object serves all layers of a model. Its buffers are allocated here, never in a step.
+
+    Args:
+        spec: the model's indexer.
+        max_rows: query rows a step may have, padding rows included.
+        max_context: the longest length of a row, in keys.
+        next_n: query rows per request (1 + speculative tokens): an int, or all that steps may use.
+        device: where the tensors lie.
+        backend: ``"auto"`` (the device decides), ``"cpu"``, ``"sm90"`` or ``"sm100"``.
+        dcp: ``ks.dcp.Exchange`` or ``ks.dcp.Gather`` for decode context parallelism; None for one GPU or tensor
+            parallel.
+        max_total_keys: bound on the logits buffer in elements (``next_n * 128 * tiles`` summed over the requests of a
+            step), where fewer can occur than ``max_rows * max_context``.
+
+    Raises:
+        UnsupportedError: no backend runs this on the device; never a fallback to another device.
+        KeysieveError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        spec: IndexerSpec,
+        max_rows: int,
+        max_context: int,
+        next_n: int | Sequence[int] = 1,
+        device: torch.device | str = "cuda",
+        backend: str = "auto",
+        dcp: ContextParallel | None = None,
+        max_total_keys: int | None = None,
+    ) -> None:
+        self.spec = check_spec(spec)
+        self.device = as_device(device)
+        self.next_n = _next_n_counts(next_n)
+        self._backend = resolve(spec, next_n=self.next_n[-1], backend=backend, device=self.device)
+        self.dcp = dcp
+        sharding = None
+        if dcp is not None:
+            sharding = _check_dcp(dcp).bind(spec, max_rows=max_rows, max_context=max_context, device=self.device)
+        problem = Problem(spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding)
+        self._runner = self._backend.runner(make_plan(problem), self.device)
+        self._handle = ops.register(self)
+
+    @property
+    def plan(self) -> Plan:
+        """What runs and what it takes; printable."""
+        return self._runner.plan
+
+    @property
+    def backend(self) -> str:
+        """The backend in use: ``"cpu"``, ``"sm90"`` or ``"sm100"``."""
+        return self._backend.name
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all buffers this indexer owns."""
+        return self.plan.workspace_bytes
+
+    def check(self) -> None:
+        """Report what no host could see when a step was launched; on a GPU this synchronises.
+
+        Such a step has safe results: a row whose length is beyond the tables or ``max_context`` is empty, the keys of
+        a page id outside the pool have NaN logits, and nothing outside the pool was read.
+
+        Raises:
+            DeviceFault: since the last check a step met such a row or page; the text names the first ones.
+        """
+        self._runner.check()
+
+    def __repr__(self) -> str:
+        return f"DecodeIndexer({self.spec}, {self.plan})"
+
+    def __call__(
+        self,
+        query: Query,
+        cache: Any,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        *,
+        kv_table: torch.Tensor | None = None,
+        kv_page: int | None = None,
+        block_rows: int | None = None,
+        positions: bool | torch.Tensor = False,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Selection:
+        """Select the keys of one layer and step.
+
+        Args:
+            query, cache, weights, seq_lens, index_table: as for :func:`score`. With ``dcp`` the lengths are global;
+                cache and tables are this rank's.
+            kv_table: int32 ``[requests, blocks]`` (or one row per query row), any row stride: block ids of the
+                attention cache. Without it the output rows are key positions (with ``dcp``: local indices).
+            kv_page: tokens per block, a power of two; default the spec's page.
+            block_rows: rows a block spans in the cache view; default ``kv_page``.
+            positions: True for the key positions as well, or an int32 ``[rows, topk]`` buffer for them.
+            out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart.
+            counts: int32 ``[rows]`` buffer.
+            site: the layer or call site, for the signature that context-parallel ranks compare.
+
+        Returns:
+            Selection: ``rows``, ``counts`` and ``positions`` (None if not asked for); every entry is defined: -1 past
+            the count, count 0 for a padding row. With ``dcp`` positions are all winners' global positions.
+
+        Raises:
+            KeysieveError: an argument is wrong, or the step exceeds ``max_rows`` or ``max_total_keys``. Nothing was
+                written.
+        """
+        if torch.compiler.is_compiling():
+            return self._compiled(
+                query,
+                cache,
+                weights,
+                seq_lens,
+                index_table,
+                kv_table,
+                kv_page,
+                block_rows,
+                positions,
+                out,
+                counts,
+                site,
+            )
+        step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
+        place = check_placement(
+            kv_table,
+            kv_page,
+            block_rows,
+            rows=step.rows,
+            requests=step.requests,
+            next_n=step.next_n,
+            device=step.codes.device,
+        )
+        self._check_limits(step, site)
+        result = self._outputs(step.rows, step.codes.device, positions, out, counts)
+        if self.dcp is not None:
+            self._run_sharded(self.dcp, step, place, result, site)
+        elif step.rows:
+            self._runner.run(step, place, result)
+        return result
+
+    def _check_limits(self, step: Step, site: int) -> None:
+        limit = self.plan.problem.max_rows
+        if step.rows > limit:
+            remedy = "Build the indexer with a larger max_rows, or split the batch."
+            refuse("query", got=f"{step.rows} rows", accepted=f"at most max_rows = {limit}", remedy=remedy)
+        if step.rows and step.next_n not in self.next_n:
+            refuse(
+                "next_n",
+                got=f"{step.next_n} ({step.rows} query rows, {step.requests} requests)",
+                accepted=f"one of {self.next_n}, as the indexer was built for",
+                remedy="Build the indexer with next_n=(...) of all counts that steps use.",
+            )
+        require_int("site", site, 0, _MAX_SITE, "Pass the layer number.")
+
+    def _outputs(
+        self,
+        rows: int,
+        device: torch.device,
+        positions: bool | torch.Tensor,
+        out: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> Selection:
+        """The caller's buffers, checked, and new ones for what was not given."""
+        shape = (rows, self.spec.topk)
+        chosen = _buffer("out", out, shape, device)
+        number = _buffer("counts", counts, (rows,), device)
+        if isinstance(positions, torch.Tensor):
+            return Selection(chosen, number, check_output("positions", positions, shape, device))
+        return Selection(chosen, number, torch.empty(shape, dtype=torch.int32, device=device) if positions else None)
+
+    def _run_sharded(self, dcp: ContextParallel, step: Step, place: Placement, out: Selection, site: int) -> None:
+        """A context-parallel step: own logits, exchange, own winners. Also with zero rows: the peers wait for it."""
+        local = dcp.local_lens(step.seq_lens)
+        table = None if dcp.sharded else dcp.own_table(step.index_table)
+        if dcp.sharded or table is not None:
+            logits = self._runner.local_logits(step.with_lengths(local, table))
+        else:
+            logits = dcp.own_columns(self._runner.local_logits(step))
+        won = dcp.select(logits, local, step.seq_lens, site=site)
+        chosen = won.local
+        if place.kv_table is not None:
+            chosen = physical_rows(chosen, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows)
+        out.rows.copy_(chosen)
+        out.counts.copy_(won.counts)
+        if out.positions is not None:
+            out.positions.copy_(won.positions)
+
+    def _compiled(
+        self,
+        query: Query,
+        cache: Any,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        kv_table: torch.Tensor | None,
+        kv_page: int | None,
+        block_rows: int | None,
+        positions: bool | torch.Tensor,
+        out: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        site: int,
+    ) -> Selection:
+        """Under torch.compile: one opaque operator, which makes the same checks when it runs."""
+        codes, words = query_of(query)
+        result = self._outputs(codes.shape[0], codes.device, positions, out, counts)
+        ops.decode_step(
+            self._handle,
+            codes,
+            words,
+            cache.data,
+            weights,
+            seq_lens,
+            index_table,
+            kv_table,
+            kv_page,
+            block_rows,
+            site,
+            result.rows,
+            result.counts,
+            result.positions,
+        )
+        return result
+
+
+def _buffer(argument: str, given: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``given`` if it fits, else a new int32 buffer."""
+    if given is not None:
+        return check_output(argument, given, shape, device)
+    return torch.empty(shape, dtype=torch.int32, device=device)
