@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from keysieve.dcp.base import ContextParallel, ExchangeError, Winners
+from keysieve.dcp.exchange import Exchange
+from keysieve.dcp.gather import Gather
 
-__all__ = ["ContextParallel", "ExchangeError", "Winners"]
+__all__ = ["ContextParallel", "Exchange", "ExchangeError", "Gather", "Winners"]

@@ -129,7 +129,7 @@ class ContextParallel(ABC):
             logits: BF16 ``[rows, length]`` of this rank's keys, ``length >= max(local_lens)``; unit inner stride.
             local_lens: int32 ``[rows]``, this rank's lengths (of :meth:`local_lens`).
             seq_lens: int32 ``[rows]``, global lengths, equal on all ranks.
-            site: the layer or call site, 0..2^20-1; part of the call's signature, so that a rank which skips a layer
+            site: the layer or call site, 0..65535; part of the call's signature, so that a rank which skips a layer
                 is noticed.
 
         Raises:

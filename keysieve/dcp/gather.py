@@ -1,0 +1,260 @@
+"""The all-gather path: candidate rows with N = K over any torch.distributed group, merged on every rank.
+
+A full list of K candidates is already all that a rank could contribute, so no rank is ever saturated and one round is
+exact. It needs no peer memory: Gloo between CPUs, across hosts, anywhere. It is slower than the NVLink exchange and
+always correct.
+
+Before the candidates, the ranks exchange a small header: which call this is, how many rows, which lengths. Every rank
+sees every header and comes to the same verdict, so ranks that were called differently all refuse the call, with the
+same text, at once, and stay in step. A rank that does not answer at all ends the wait after ``timeout`` seconds with an
+error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from keysieve.checks import KeysieveError, UnsupportedError, message, refuse, require_tensor
+from keysieve.dcp.base import ContextParallel, ExchangeError, Winners
+from keysieve.reference.local_topk import local_topk
+from keysieve.reference.merge import merge
+
+DEFAULT_TIMEOUT: Final = 10.0
+"""Seconds that a rank waits for a peer."""
+
+_MAGIC: Final = 0x6B736976
+_FIELDS: Final = (
+    "magic",
+    "call number",
+    "rows",
+    "site",
+    "topk",
+    "interleave",
+    "index planes",
+    "lengths digest",
+    "refused",
+)
+_REFUSED: Final = len(_FIELDS) - 1
+_TAG: Final = 0x6B73
+"""Message tag of the headers, so that they do not meet other point-to-point traffic of the group."""
+
+
+class Gather(ContextParallel):
+    """Decode context parallelism over a torch.distributed group, by all-gather.
+
+    Args:
+        group: a process group whose ranks share every context, in shard order; None for the default group. 1..16 ranks.
+        topn: None, or ``topk``: this path always offers K candidates.
+        interleave: consecutive positions that lie on one rank (S).
+        sharded: False if the index cache is replicated (indexed by global position on every rank).
+        timeout: seconds to wait for a peer before the call fails.
+
+    Raises:
+        KeysieveError: torch.distributed is not initialised, this process is not in the group, or a bad argument.
+    """
+
+    name = "all-gather"
+
+    def __init__(
+        self,
+        group: Any = None,
+        topn: int | None = None,
+        interleave: int = 1,
+        sharded: bool = True,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            refuse(
+                "group",
+                got="no initialised torch.distributed",
+                accepted="a process group",
+                remedy="Call torch.distributed.init_process_group first (backend 'gloo' on CPUs).",
+            )
+        self.group: Any = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(self.group)
+        if rank < 0:
+            refuse(
+                "group",
+                got="a group that this process is not in",
+                accepted="a group with this process",
+                remedy="Build the Gather only on the ranks that share the context.",
+            )
+        if not timeout > 0:
+            refuse("timeout", got=timeout, accepted="a positive number of seconds", remedy="Use the default of 10.")
+        super().__init__(dist.get_world_size(self.group), rank, interleave=interleave, sharded=sharded)
+        self.topn = topn
+        self.timeout = float(timeout)
+        self._calls = 0
+        self._broken: str | None = None
+
+    def offered(self, topk: int) -> int:
+        if self.topn not in (None, topk):
+            refuse(
+                "topn",
+                got=self.topn,
+                accepted=f"None or topk ({topk})",
+                remedy="The all-gather path offers K candidates, so that one round is exact; leave topn out.",
+            )
+        return topk
+
+    def _allocate(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise UnsupportedError(
+                message(
+                    "dcp",
+                    got=f"an all-gather for device {device}",
+                    accepted="device cpu",
+                    remedy="Run the indexer on the cpu backend; other devices' candidate kernels are not built yet.",
+                )
+            )
+
+    def select(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor, *, site: int = 0
+    ) -> Winners:
+        if self._broken is not None:
+            raise ExchangeError(f"this all-gather failed before and its ranks are out of step: {self._broken}")
+        words, refusal = None, None
+        try:
+            rows, lens = self._checked(logits, local_lens, seq_lens)
+            words, _ = local_topk(logits, local_lens, self.topk, self.planes)
+        except KeysieveError as error:
+            # Peers are told, so that they fail at once and not after the timeout.
+            refusal, rows, lens = error, 0, torch.empty(0, dtype=torch.int32)
+        self._calls += 1
+        self._agree(self._header(rows, lens, site, refusal is not None), refusal)
+        if words is None or rows == 0:
+            return self._nothing()
+        merged = merge(
+            self._gather(words),
+            self.topk,
+            rank=self.rank,
+            interleave=self.interleave,
+            planes=self.planes,
+            seq_lens=lens,
+        )
+        return Winners(merged.rows, merged.counts, merged.positions)
+
+    def _checked(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """Rows and global lengths of the call, or a refusal."""
+        if not self.topk:
+            refuse("dcp", got="a Gather that no indexer has bound", accepted="bind() first", remedy="Pass it as dcp=.")
+        integers = (torch.int32, torch.int64)
+        lens = require_tensor("seq_lens", seq_lens, dtypes=integers, shape=(None,))
+        rows = lens.shape[0]
+        require_tensor("local_lens", local_lens, dtypes=integers, shape=(rows,))
+        require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(rows, None), unit_inner=True)
+        if rows > self.max_rows:
+            refuse("rows", got=rows, accepted=f"at most max_rows = {self.max_rows}", remedy="Build a larger indexer.")
+        if rows and int(lens.max()) > self.max_context:
+            refuse(
+                "seq_lens",
+                got=int(lens.max()),
+                accepted=f"at most max_context = {self.max_context}",
+                remedy="Build the indexer for a longer context.",
+            )
+        return rows, lens
+
+    def _nothing(self) -> Winners:
+        empty = torch.full((0, self.topk), -1, dtype=torch.int32)
+        return Winners(empty, torch.zeros(0, dtype=torch.int32), empty.clone())
+
+    # --- headers -----------------------------------------------------------------------------------------------
+
+    def _header(self, rows: int, lens: torch.Tensor, site: int, refused: bool) -> torch.Tensor:
+        digest = zlib.crc32(lens.to(torch.int32).contiguous().numpy().tobytes())
+        values = (_MAGIC, self._calls, rows, site, self.topk, self.interleave, self.planes, digest, int(refused))
+        return torch.tensor(values, dtype=torch.int64)
+
+    def _agree(self, own: torch.Tensor, refusal: KeysieveError | None) -> None:
+        """Exchange headers; raise on every rank if any two differ, or if a rank refused the call."""
+        headers = self._exchange_headers(own)
+        if refusal is not None:
+            raise refusal
+        refused = [r for r, header in enumerate(headers) if int(header[_REFUSED])]
+        if refused:
+            raise ExchangeError(
+                message(
+                    "call",
+                    got=f"rank(s) {refused} refused call {self._calls} (their own error says why)",
+                    accepted="the same valid call on every rank",
+                    remedy="Fix the call on those ranks; all ranks are still in step.",
+                )
+            )
+        table = torch.stack(headers)
+        for column, field in enumerate(_FIELDS[:_REFUSED]):
+            values = table[:, column].tolist()
+            if len(set(values)) > 1:
+                got = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+                raise ExchangeError(
+                    message(
+                        field,
+                        got=got,
+                        accepted=f"the same {field} on every rank",
+                        remedy="Call all ranks with the same rows, lengths and layer, idle ranks with padding rows.",
+                    )
+                )
+
+    def _exchange_headers(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's header, in rank order; point to point, so that a peer that does not answer can be named."""
+        deadline = time.monotonic() + self.timeout
+        received = [own if r == self.rank else torch.zeros_like(own) for r in range(self.world)]
+        peers = [r for r in range(self.world) if r != self.rank]
+        started: list[tuple[int, Any, Any]] = []
+        silent: dict[int, str] = {}
+        for peer in peers:
+            address = dist.get_global_rank(self.group, peer)
+            try:
+                sent = dist.isend(own, dst=address, group=self.group, tag=_TAG)
+                started.append((peer, sent, dist.irecv(received[peer], src=address, group=self.group, tag=_TAG)))
+            except RuntimeError as error:
+                silent[peer] = _first_line(error)
+        for peer, *works in started:
+            try:
+                for work in works:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                silent[peer] = _first_line(error)
+        if silent:
+            self._fail(silent)
+        return received
+
+    def _gather(self, words: torch.Tensor) -> torch.Tensor:
+        """int32 ``[world, rows, words]``: every rank's candidate rows."""
+        parts = [torch.empty_like(words) for _ in range(self.world)]
+        try:
+            work = dist.all_gather(parts, words, group=self.group, async_op=True)
+            assert work is not None  # a rank outside the group was refused at construction
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            self._fail({-1: _first_line(error)})
+        return torch.stack(parts)
+
+    def _fail(self, silent: dict[int, str]) -> None:
+        """Raise for peers that did not answer; -1 stands for one that answered the header and then went away."""
+        who = ", ".join(
+            f"rank {peer} ({why})" if peer >= 0 else f"a rank, after agreeing on the call ({why})"
+            for peer, why in silent.items()
+        )
+        self._broken = message(
+            "dcp",
+            got=f"no answer on rank {self.rank} to call {self._calls} from {who}",
+            accepted=f"an answer from all {self.world} ranks within {self.timeout:g} s",
+            remedy="A rank died, raised an error, or made other calls; look at its log, then build a new group.",
+        )
+        raise ExchangeError(self._broken)
+
+
+def _first_line(error: BaseException) -> str:
+    """The transport's own words, without the place in its sources where they stand."""
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text.splitlines()[0])[:200]
