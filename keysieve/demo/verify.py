@@ -37,7 +37,8 @@ _UE8M0 = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan])
 
 def _decode_e2m1(packed: Bytes) -> npt.NDArray[np.float64]:
     """``[..., n]`` bytes to ``[..., 2n]`` values, low nibble first."""
-    return _E2M1[np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)]
+    nibbles = np.stack((packed & 15, packed >> 4), axis=-1)
+    return np.asarray(_E2M1[nibbles.reshape(*packed.shape[:-1], -1)])
 
 
 def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
@@ -73,29 +74,33 @@ class Pool:
         if self.key_format == "mxfp4":
             values = _decode_e2m1(codes).reshape(count, 4, 32) * _UE8M0[words][..., None]
             return values.reshape(count, 128), np.ones(count, np.float32)
-        scales = words.view(np.float32)[:, 0] if self.key_format == "fp8_fp32" else _UE8M0[words[:, 0]]
-        return _E4M3[codes], scales.astype(np.float32)
+        scales = words.view(np.float32)[:, 0].copy()
+        if self.key_format == "fp8_ue8m0":
+            scales = _UE8M0[words[:, 0]].astype(np.float32)
+        return np.asarray(_E4M3[codes]), scales
 
 
 def decode_query(query: Bytes, words: npt.NDArray[np.int32] | None) -> npt.NDArray[np.float64]:
     """Query codes ``[rows, heads, 128 | 64]`` to float64 ``[rows, heads, 128]``; MXFP4 with its block scales in."""
     if words is None:
-        return _E4M3[query]
+        return np.asarray(_E4M3[query])
     scales = _UE8M0[np.ascontiguousarray(words)[..., None].view(np.uint8)]
     values = _decode_e2m1(query).reshape(*query.shape[:2], 4, 32) * scales[..., None]
-    return values.reshape(*query.shape[:2], 128)
+    return np.asarray(values.reshape(*query.shape[:2], 128))
 
 
 def logits(query: npt.NDArray[np.float64], weights: Floats, keys: npt.NDArray[np.float64], scales: Floats) -> Floats:
     """The rounded logits ``[rows, keys]`` of a request, as float32 values of BF16 numbers."""
-    total = np.zeros((query.shape[0], keys.shape[0]), np.float32)
-    for head in range(query.shape[1]):
-        # Exact: E4M3 products summed 128 times fit a float64, and so does every block of 32 in MXFP4. Blocks in order.
-        dot = np.zeros(total.shape)
-        for block in range(0, 128, 32):
-            dot = dot + query[:, head, block : block + 32] @ keys[:, block : block + 32].T
-        rectified = np.maximum(dot.astype(np.float32), np.float32(0))
-        total = total + rectified * weights[:, head, None]
+    rows, heads, _ = query.shape
+    flat = query.reshape(rows * heads, 128)
+    # Exact: E4M3 products summed 128 times fit a float64, and so does every block of 32 in MXFP4. Blocks in order.
+    dots = flat[:, :32] @ keys[:, :32].T
+    for block in range(32, 128, 32):
+        dots += flat[:, block : block + 32] @ keys[:, block : block + 32].T
+    rectified = np.maximum(dots.astype(np.float32), np.float32(0)).reshape(rows, heads, -1)
+    total = np.zeros((rows, keys.shape[0]), np.float32)
+    for head in range(heads):
+        total = total + rectified[:, head] * weights[:, head, None]
     return bf16_values(bf16_bits(total * scales))
 
 

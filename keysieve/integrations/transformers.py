@@ -200,8 +200,8 @@ class PatchedIndexer:
         with torch.no_grad():
             result = self._original(*bound.args, **bound.kwargs)
         if not tap.selected:
-            text = message(self.name, got="a forward that never took a top-k", accepted=EXPRESSION, remedy="Unpatch it.")
-            raise UnsupportedError(text)
+            got = "a forward that never took a top-k of its scores"
+            raise UnsupportedError(message(self.name, got=got, accepted=EXPRESSION, remedy="Do not patch this model."))
         return result
 
     def new_store(self, keys: torch.Tensor) -> LayerStore:
@@ -242,12 +242,11 @@ class PatchedIndexer:
             index_table=store.index_table.repeat_interleave(groups, dim=0),
             longest=int(view.lengths.max()),
         )
-        positions, counts = self.owner.run(step)
+        positions = self.owner.run(step)
         positions = positions.view(batch, groups * next_n, -1)[:, :tokens, : scoring.k]
-        counts = counts.view(batch, groups * next_n)[:, :tokens]
-        return self._as_columns(positions, counts, view)
+        return self._as_columns(positions, view)
 
-    def _as_columns(self, positions: torch.Tensor, counts: torch.Tensor, view: Visibility) -> torch.Tensor:
+    def _as_columns(self, positions: torch.Tensor, view: Visibility) -> torch.Tensor:
         """Key positions as columns of the model's mask, with the -1 past each count made harmless."""
         empty = positions < 0
         columns = positions.long().masked_fill(empty, 0)
@@ -294,8 +293,8 @@ class Patched:
         self._mask = (mask.clone(), batch, view)
         return view
 
-    def run(self, step: IndexerStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select for all rows of ``step``, at most ``max_rows`` at a time."""
+    def run(self, step: IndexerStep) -> torch.Tensor:
+        """Positions int32 ``[rows, topk]`` selected for ``step``, worked out at most ``max_rows`` rows at a time."""
         requests, next_n = step.index_table.shape[0], step.next_n
         size = max(self._max_rows // next_n, 1)
         parts = []
@@ -305,8 +304,8 @@ class Patched:
             if self._observer is not None:
                 self._observer(part, positions, counts)
             # A selector may give its own buffers, to be overwritten by its next call.
-            parts.append((positions.clone(), counts.clone()))
-        return torch.cat([p for p, _ in parts]), torch.cat([c for _, c in parts])
+            parts.append(positions.clone())
+        return torch.cat(parts)
 
     def remove(self) -> None:
         """Unpatch the model. Doing it twice is no error."""
@@ -317,7 +316,9 @@ class Patched:
     def __enter__(self) -> Patched:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
 
@@ -377,9 +378,8 @@ def _spec_of(module: nn.Module, name: str, key_format: str, numerics: str | None
     reason = UNFIT.get(type(module).__name__)
     if reason is not None:
         raise UnsupportedError(message(name, got=reason, accepted=EXPRESSION, remedy="Do not patch this model."))
-    fields = {"heads": "n_heads", "topk": "index_topk", "head_dim": "head_dim"}
-    values = {field: getattr(module, attribute, None) for field, attribute in fields.items()}
-    missing = [fields[field] for field, value in values.items() if not isinstance(value, int)]
+    values = {attribute: getattr(module, attribute, None) for attribute in ("n_heads", "index_topk", "head_dim")}
+    missing = [attribute for attribute, value in values.items() if value is None]
     if missing:
         refuse(
             name,
@@ -387,7 +387,8 @@ def _spec_of(module: nn.Module, name: str, key_format: str, numerics: str | None
             accepted="an indexer with n_heads, head_dim and index_topk",
             remedy="Only transformers' DSA indexers can be patched.",
         )
-    return IndexerSpec(key_format=key_format, numerics=numerics, **values)
+    heads, topk, head_dim = (int(str(value)) for value in values.values())
+    return IndexerSpec(heads=heads, topk=topk, head_dim=head_dim, key_format=key_format, numerics=numerics)
 
 
 def _slice(step: IndexerStep, requests: slice, rows: slice) -> IndexerStep:

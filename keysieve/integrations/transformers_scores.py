@@ -80,11 +80,12 @@ class _Deferred:
         name = getattr(func, "__name__", str(func))
         for operand in args:
             if isinstance(operand, _Deferred):
-                return operand._torch(name, args, kwargs or {})
+                return operand._in_torch(name, args, kwargs or {})
         raise UnsupportedError(f"keysieve: {name} was called with a stand-in where no operand was expected.")
 
-    def _torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse(f"torch.{name}")
+    def _in_torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``torch.<name>(*args, **kwargs)`` gives when this object is among the arguments."""
+        raise NotImplementedError
 
     def __mul__(self, other: object) -> Any:
         self._refuse("multiplication")
@@ -129,7 +130,7 @@ class DeferredKeys(_Deferred):
             self._refuse(f"unsqueeze({dim})")
         return DeferredKeys(self._layer, self._columns, self._select, self._transposed, headed=True)
 
-    def _torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fits = name == "matmul" and len(args) == 2 and args[1] is self and not kwargs
         if not (fits and self._transposed and self._headed and isinstance(args[0], torch.Tensor)):
             self._refuse(f"torch.{name}")
@@ -166,7 +167,7 @@ class DeferredScores(_Deferred):
     def relu(self) -> DeferredScores:
         return DeferredScores(self._layer, self._columns, self._select, self._query, self._scale, rectified=True)
 
-    def _torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "relu" and not kwargs.get("inplace", False):
             return self.relu()
         if name in ("mul", "multiply") and len(args) == 2:
@@ -184,7 +185,9 @@ class DeferredScores(_Deferred):
 class DeferredLogits(_Deferred):
     """The logits ``[batch, tokens, columns]``: may be squeezed, masked once, and asked for their top k."""
 
-    def __init__(self, scores: DeferredScores, weights: torch.Tensor, columns: int, visible: torch.Tensor | None = None):
+    def __init__(
+        self, scores: DeferredScores, weights: torch.Tensor, columns: int, visible: torch.Tensor | None = None
+    ):
         self._layer, self._scores, self._weights, self._visible = scores._layer, scores, weights, visible
         batch, tokens, _ = weights.shape
         self.shape = torch.Size((batch, tokens, columns))
@@ -221,7 +224,7 @@ class DeferredLogits(_Deferred):
         scores = self._scores
         return TopK(scores._select(Scoring(scores._query, self._weights, scores._scale, self._visible, k)))
 
-    def _torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "topk" and args[0] is self:
-            return self.topk(*args[1:], **kwargs)
-        self._refuse(f"torch.{name}")
+    def _in_torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name != "topk" or args[0] is not self:
+            self._refuse(f"torch.{name}")
+        return self.topk(*args[1:], **kwargs)
