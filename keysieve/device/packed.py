@@ -1,0 +1,141 @@
+"""Eight 16-bit keys as four words: foreign BF16 bits to key16, group maxima, comparison masks, byte-wide shared memory.
+
+Word i of a vector holds keys 2i (low half) and 2i + 1 (high half), as a 16-byte load gives them.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from keysieve.device import keys, ptx
+
+KEYS = 8
+KEY16_NAN_PLUS = 0xFFFF  # image of the positive NaN 0x7FFF that BF16 arithmetic returns
+KEY16_NAN = 0x003F
+
+
+@dsl_user_op
+def max_bf16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Lane-wise BF16 maximum; a NaN loses against any number, +0 wins against -0."""
+    return ptx.asm("max.bf16x2 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def settle_bf16x2(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """`x * 1 + 0` on both halves: -0 becomes +0, every NaN becomes 0x7FFF, all else stays (subnormals included)."""
+    text = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    operands = (word, Uint32(0x3F803F80), Uint32(0))
+    return ptx.asm(text, "=r,r,r,r", (Uint32,), operands, pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def sign_mask_x2(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """0xFFFF in every half whose sign bit is set, else 0 (one byte permutation in its sign-spreading mode)."""
+    text = "prmt.b32 $0, $1, 0, 0xBB99;"
+    return ptx.asm(text, "=r,r", (Uint32,), (word,), pure=True, loc=loc, ip=ip)[0]
+
+
+def key16x2_fast(word: Uint32) -> Uint32:
+    """`keys.key16x2` in two instructions (kernels only)."""
+    return word ^ (sign_mask_x2(word) | Uint32(keys.LANES_TOP))
+
+
+@cute.jit
+def foreign_key16x8(words: Any) -> Any:
+    """key16 of eight arbitrary BF16 values: -0 as +0, every NaN as the canonical one."""
+    out = [key16x2_fast(settle_bf16x2(word)) for word in words]
+    odd = Uint32(0)
+    for word in out:
+        # A half of all ones: its lower 15 bits carry into the top bit, which is set as well.
+        odd = odd | (((word & Uint32(0x7FFF7FFF)) + Uint32(0x00010001)) & word & Uint32(keys.LANES_TOP))
+    if odd != Uint32(0):
+        for index in cutlass.range_constexpr(4):
+            low = keys.low16(out[index])
+            high = keys.high16(out[index])
+            if low == Uint32(KEY16_NAN_PLUS):
+                low = Uint32(KEY16_NAN)
+            if high == Uint32(KEY16_NAN_PLUS):
+                high = Uint32(KEY16_NAN)
+            out[index] = keys.pack16(low, high)
+    return out
+
+
+@cute.jit
+def foreign_top(words: Any) -> Uint32:
+    """key16 of the best of eight arbitrary BF16 values; masked ones must have been set to a NaN."""
+    best = max_bf16x2(max_bf16x2(words[0], words[1]), max_bf16x2(words[2], words[3]))
+    best = max_bf16x2(best, best >> Uint32(16))
+    key = keys.low16(key16x2_fast(settle_bf16x2(best)))
+    if key == Uint32(KEY16_NAN_PLUS):
+        key = Uint32(KEY16_NAN)
+    return key
+
+
+def inside_mask(first: Int32, begin: Int32, end: Int32) -> Uint32:
+    """Mask of the halves of a word at index `first` (low) and `first + 1` (high) that lie in [begin, end)."""
+    low = Uint32(first >= begin) * Uint32(first < end)
+    second = first + Int32(1)
+    high = Uint32(second >= begin) * Uint32(second < end)
+    return low * Uint32(0xFFFF) | high * Uint32(0xFFFF0000)
+
+
+@cute.jit
+def masks_x8(words: Any, threshold: Uint32) -> Any:
+    """(bit i set where key i is above `threshold`, bit i set where it equals it), i = 0..7. threshold < 0xFFFF."""
+    least = threshold << Uint32(16)
+    above = (threshold + Uint32(1)) << Uint32(16)
+    greater = Uint32(0)
+    reach = Uint32(0)
+    for index in cutlass.range_constexpr(4):
+        low = words[index] << Uint32(16)
+        high = words[index]
+        greater = (
+            greater | (Uint32(low >= above) << Uint32(2 * index)) | (Uint32(high >= above) << Uint32(2 * index + 1))
+        )
+        reach = reach | (Uint32(low >= least) << Uint32(2 * index)) | (Uint32(high >= least) << Uint32(2 * index + 1))
+    return greater, reach ^ greater
+
+
+@dsl_user_op
+def load_shared_v2(addr: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
+    """Two 32-bit words (8-byte aligned) from shared memory."""
+    return ptx.asm("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", (Uint32,) * 2, (addr,), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_shared_v2(addr: Uint32, a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Two 32-bit words (8-byte aligned) to shared memory."""
+    ptx.asm("st.shared.v2.b32 [$0], {$1, $2};", "r,r,r", (), (addr, a, b), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_cluster_v2(addr: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
+    """Two 32-bit words (8-byte aligned) from a cluster shared address."""
+    return ptx.asm("ld.shared::cluster.v2.b32 {$0, $1}, [$2];", "=r,=r,r", (Uint32,) * 2, (addr,), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_shared_u8(addr: Uint32, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """The low byte of `value` to shared memory."""
+    ptx.asm("st.shared.u8 [$0], $1;", "r,r", (), (addr, value), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_shared_u8(addr: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """A byte from shared memory, zero-extended."""
+    return ptx.asm("ld.shared.u8 $0, [$1];", "=r,r", (Uint32,), (addr,), loc=loc, ip=ip)[0]
+
+
+def lowest_bit(mask: Uint32) -> Int32:
+    """Index of the lowest set bit; 32 for an empty mask."""
+    return Int32(cute.arch.popc((mask - Uint32(1)) & (mask ^ Uint32(0xFFFFFFFF))))
+
+
+@dsl_user_op
+def count_if_equal(addr: Uint32, value: Uint32, wanted: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add one to the shared counter at `addr` if `value == wanted`: a predicated instruction, no branch."""
+    text = "{ .reg .pred p; setp.eq.u32 p, $1, $2; @p red.shared.add.u32 [$0], 1; }"
+    ptx.asm(text, "r,r,r", (), (addr, value, wanted), loc=loc, ip=ip)

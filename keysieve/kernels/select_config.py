@@ -1,0 +1,140 @@
+"""Exact selection: what can be asked for. No cutlass here.
+
+Two kernels share one body (`select.py`): `select` reads keysieve's own logits in the compact layout and their per-8
+maxima; `topk` reads anyone's BF16 rows and computes the maxima itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keysieve.kernels.base import ARCHS, Kernel
+from keysieve.spec import MAX_TOPK
+
+K_CLASSES: tuple[int, ...] = (1024, 2048, 4096)
+"""Largest K that a compiled kernel serves: sizes its lists and its registers."""
+
+CLUSTERS: tuple[int, ...] = (1, 4, 8, 16)
+"""Blocks that may share a row, over distributed shared memory."""
+
+THREADS: int = 1024
+TOP_VECTORS: int = 4
+"""16-byte vectors of maxima that a thread keeps in registers (more are read again from L2)."""
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """What the code is specialised by.
+
+    Attributes:
+        k_class: the largest K it serves, one of `K_CLASSES`.
+        cluster: blocks per row, one of `CLUSTERS`.
+        threads: threads of a block.
+        maxima: whether the per-8 maxima are given (`select`); else the kernel computes them (`topk`).
+    """
+
+    k_class: int
+    cluster: int
+    threads: int = THREADS
+    maxima: bool = True
+    trace: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
+    def key_vectors(self) -> int:
+        """16-byte vectors of keys per thread: enough for one vector of each of K groups, and for 16,384 keys."""
+        return max(2 * 1024, self.k_class) // self.threads
+
+    @property
+    def top_vectors(self) -> int:
+        return TOP_VECTORS
+
+    @property
+    def solo_groups(self) -> int:
+        """Groups of 8 keys up to which one block works on a row alone."""
+        return 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return SharedMap.of(self).total
+
+
+@dataclass(frozen=True)
+class SharedMap:
+    """Byte offsets in the block's dynamic shared memory.
+
+    Two stages (0: maxima, 1: keys) have histograms of their own, so that nothing is cleared between them while another
+    block of the cluster may still read it.
+    """
+
+    high: tuple[int, int]  # u32 [2048]: counts of the upper 11 bits
+    low: tuple[int, int]  # u32 [32]: counts of the lower 5 bits inside the threshold bin
+    cleared: int  # bytes from 0 that are zeroed at the start
+    chunks: tuple[int, int]  # u32 [cluster][32]: sums of 64 neighbouring bins, of every block of the cluster
+    bins: tuple[int, int]  # u32 [cluster][64]: the threshold chunk's bins, of every block
+    lows: tuple[int, int]  # u32 [cluster][40]: `low` of every block, then its keys in higher bins
+    sums: tuple[int, int]  # u32 [32]: what every warp takes
+    tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
+    groups: int  # u32 [k_class]: groups that were found, in position order
+    picks: int  # u32 [k_class]: keys that were found, in position order
+    scratch: int  # 512 bytes a warp: masks, transposes
+    total: int
+
+    @staticmethod
+    def of(config: SelectConfig) -> SharedMap:
+        sizes = {"high": 8192, "low": 128}
+        shared = {
+            "chunks": 128 * config.cluster,
+            "bins": 256 * config.cluster,
+            "lows": 160 * config.cluster,
+            "sums": 128,
+        }
+        at = 0
+        place: dict[str, list[int]] = {}
+        for group in (sizes, shared):
+            for name, size in group.items():
+                place[name] = [at, at + size]
+                at += 2 * size
+            if group is sizes:
+                cleared = at
+        tiles = at
+        groups = tiles + 128
+        picks = groups + 4 * config.k_class
+        scratch = picks + 4 * config.k_class
+        total = scratch + 512 * config.warps
+        pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
+        return SharedMap(
+            **pairs, cleared=cleared, tiles=tiles, groups=groups, picks=picks, scratch=scratch, total=total
+        )
+
+
+def _admitted(maxima: bool) -> Iterable[SelectConfig]:
+    return [SelectConfig(k_class=k, cluster=c, maxima=maxima) for k in K_CLASSES for c in CLUSTERS]
+
+
+def k_class_of(k: int) -> int:
+    """The K class that serves `k` (1..4096)."""
+    if not 1 <= k <= MAX_TOPK:
+        raise ValueError(f"k {k}: 1..{MAX_TOPK}")
+    return next(c for c in K_CLASSES if k <= c)
+
+
+SELECT = Kernel(
+    name="select",
+    entry="keysieve.kernels.select:build_select",
+    config=SelectConfig,
+    archs=ARCHS,
+    admitted=lambda arch: _admitted(True),
+)
+TOPK = Kernel(
+    name="topk",
+    entry="keysieve.kernels.select:build_topk",
+    config=SelectConfig,
+    archs=ARCHS,
+    admitted=lambda arch: _admitted(False),
+)
+KERNELS: tuple[Kernel, ...] = (SELECT, TOPK)
