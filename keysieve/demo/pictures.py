@@ -173,9 +173,10 @@ def _histogram(axes: Any, layer: int, trace: LayerTrace, keys: int) -> None:
     width = max(float(logits.max() - logits.min()) / 80, 1e-30)
     # The threshold is the edge of a bar, so that no bar holds both what was selected and what was not.
     start = float(logits.min()) if tie is None else tie.value - width * np.ceil((tie.value - logits.min()) / width)
-    edges = start + width * np.arange(83)
+    edges = start + width * (np.arange(83) - 1e-3)
     axes.set_title(f"layer {layer}, last step ({keys} keys)", fontsize=10.5)
     axes.set_xlabel("logit (BF16)")
+    axes.locator_params(axis="x", nbins=6)
     axes.spines[["top", "right"]].set_visible(False)
     if tie is None:
         axes.hist(logits, edges, color=KEPT, label=f"selected: all {len(logits)}")

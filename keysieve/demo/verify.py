@@ -38,7 +38,7 @@ _UE8M0 = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan])
 def _decode_e2m1(packed: Bytes) -> npt.NDArray[np.float64]:
     """``[..., n]`` bytes to ``[..., 2n]`` values, low nibble first."""
     nibbles = np.stack((packed & 15, packed >> 4), axis=-1)
-    return np.asarray(_E2M1[nibbles.reshape(*packed.shape[:-1], -1)])
+    return np.asarray(_E2M1[nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])])
 
 
 def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
@@ -97,8 +97,8 @@ def logits(query: npt.NDArray[np.float64], weights: Floats, keys: npt.NDArray[np
     dots = flat[:, :32] @ keys[:, :32].T
     for block in range(32, 128, 32):
         dots += flat[:, block : block + 32] @ keys[:, block : block + 32].T
-    rectified = np.maximum(dots.astype(np.float32), np.float32(0)).reshape(rows, heads, -1)
-    total = np.zeros((rows, keys.shape[0]), np.float32)
+    rectified: Floats = np.maximum(dots.astype(np.float32), np.float32(0)).reshape(rows, heads, keys.shape[0])
+    total: Floats = np.zeros((rows, keys.shape[0]), np.float32)
     for head in range(heads):
         total = total + rectified[:, head] * weights[:, head, None]
     return bf16_values(bf16_bits(total * scales))

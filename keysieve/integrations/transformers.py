@@ -266,7 +266,7 @@ class Patched:
     """A patched model: made by :func:`patch`, active until :meth:`remove` or the end of its ``with`` block.
 
     Attributes:
-        indexers: the patched modules, in layer order.
+        indexers: the patched modules, in layer order; they stay here after :meth:`remove`.
     """
 
     def __init__(self, model: nn.Module, select: Selector, observer: Observer | None, max_rows: int):
@@ -274,6 +274,12 @@ class Patched:
         self._config = getattr(model, "config", None)
         self._mask: tuple[torch.Tensor, int, Visibility] | None = None
         self.indexers: list[PatchedIndexer] = []
+        self._active: list[PatchedIndexer] = []
+
+    def add(self, indexer: PatchedIndexer) -> None:
+        """Take over an indexer that has just been patched."""
+        self.indexers.append(indexer)
+        self._active.append(indexer)
 
     @property
     def scatters(self) -> bool:
@@ -309,9 +315,9 @@ class Patched:
 
     def remove(self) -> None:
         """Unpatch the model. Doing it twice is no error."""
-        while self.indexers:
-            self.indexers[-1].remove()
-            self.indexers.pop()
+        while self._active:
+            self._active[-1].remove()
+            self._active.pop()
 
     def __enter__(self) -> Patched:
         return self
@@ -362,7 +368,7 @@ def patch(
         )
     try:
         for name, module in found:
-            patched.indexers.append(PatchedIndexer(module, name, patched, key_format, numerics))
+            patched.add(PatchedIndexer(module, name, patched, key_format, numerics))
     except BaseException:
         patched.remove()
         raise
