@@ -71,10 +71,7 @@ def local_seq_lens(
     check_sharding(world, rank, interleave)
     if not isinstance(seq_lens, torch.Tensor) or seq_lens.is_floating_point() or seq_lens.dtype == torch.bool:
         refuse("seq_lens", got=repr(seq_lens)[:80], accepted="an integer tensor", remedy="Pass int32 lengths.")
-    lens = seq_lens.to(torch.int64).clamp_min(0)
-    whole = lens // (interleave * world) * interleave
-    rest = lens % (interleave * world) - rank * interleave
-    local = (whole + rest.clamp(0, interleave)).to(torch.int32)
+    local = _local_lens(seq_lens, world, rank, interleave)
     if out is None:
         return local
     if out.dtype != torch.int32 or out.shape != local.shape:
@@ -85,3 +82,17 @@ def local_seq_lens(
             remedy="Pass a matching buffer, or none.",
         )
     return out.copy_(local)
+
+
+def lens_of_all_ranks(seq_lens: torch.Tensor, world: int, interleave: int) -> torch.Tensor:
+    """int32 ``[rows, world]``: :func:`local_seq_lens` of every rank, for integer ``seq_lens [rows]``; no checks."""
+    ranks = torch.arange(world, device=seq_lens.device)
+    return _local_lens(seq_lens[:, None], world, ranks, interleave)
+
+
+def _local_lens(seq_lens: torch.Tensor, world: int, rank: int | torch.Tensor, interleave: int) -> torch.Tensor:
+    """Whole rounds of W blocks give a block each; of the last, partial round a rank gets what reaches it."""
+    lens = seq_lens.to(torch.int64).clamp_min(0)
+    whole = lens // (interleave * world) * interleave
+    rest = lens % (interleave * world) - rank * interleave
+    return (whole + rest.clamp(0, interleave)).to(torch.int32)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from keysieve.checks import refuse, require_int, require_tensor
-from keysieve.reference.dcp_maps import check_sharding, global_positions, local_seq_lens
+from keysieve.reference.dcp_maps import check_sharding, global_positions, lens_of_all_ranks
 from keysieve.reference.local_topk import require_candidates, unpack_candidates
 from keysieve.reference.rows import physical_rows
 from keysieve.spec import MAX_TOPK
@@ -146,8 +146,7 @@ def _saturated(order: torch.Tensor, k: int, n: int, seq_lens: torch.Tensor | Non
     # An empty entry is never chosen, so "all chosen" implies "full".
     saturated = _chosen(order, k).all(-1)
     if seq_lens is not None:
-        lens = [local_seq_lens(seq_lens, world, r, interleave) for r in range(world)]
-        saturated &= torch.stack(lens, dim=1).to(order.device) > n
+        saturated &= lens_of_all_ranks(seq_lens, world, interleave).to(order.device) > n
     return saturated
 
 
@@ -189,9 +188,7 @@ def _check_lists(
     argument: str, order: torch.Tensor, seq_lens: torch.Tensor, interleave: int, n: int, which: torch.Tensor
 ) -> None:
     """Refuse lists (of the ranks in ``which [rows, world]``) whose entries do not number min(n, local length)."""
-    world = order.shape[1]
-    lens = torch.stack([local_seq_lens(seq_lens, world, r, interleave) for r in range(world)], dim=1)
-    wanted = lens.clamp_max(n).to(order.device)
+    wanted = lens_of_all_ranks(seq_lens, order.shape[1], interleave).clamp_max(n).to(order.device)
     have = (order > 0).sum(-1)
     wrong = (have != wanted) & which.to(order.device)
     if bool(wrong.any()):

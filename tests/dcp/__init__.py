@@ -1,0 +1,1 @@
+"""Decode context parallelism: maps, candidate rows, merge, protocol, and real processes."""
