@@ -12,6 +12,7 @@ from keysieve.checks import require_choice, require_int
 from keysieve.spec import (
     BACKENDS,
     GROUP,
+    HEAD_DIM,
     MAX_CONTEXT,
     MAX_NEXT_N,
     MAX_REQUESTS,
@@ -23,8 +24,8 @@ from keysieve.spec import (
     pitch_of,
 )
 
-CPU_CHUNK_KEYS = 16384
-"""Keys the cpu backend holds the dots of at a time; bounds its scratch whatever the context is."""
+CPU_CHUNK_KEYS = 2048
+"""Keys the cpu backend scores at a time: bounds its scratch whatever the context is, and keeps it in the caches."""
 
 
 @dataclass(frozen=True)
@@ -163,17 +164,19 @@ def _plan_pitched(problem: Problem) -> Plan:
 
 
 def _plan_cpu(problem: Problem) -> Plan:
-    """The cpu backend works request by request: the logits of one request, and the dots of one chunk of keys."""
-    local, planes, words = problem.max_context, 0, 0
-    if problem.sharding is not None:
-        local = problem.sharding.max_local_len(problem.max_context)
-        planes = index_planes(local)
-        words = candidate_words(problem.sharding.topn, planes)
+    """The cpu backend works request by request; under DCP it keeps the logits of all rows for the second round."""
+    local, planes, words = rounded_context(problem.max_context), 0, 0
     wide = max(problem.next_n)
-    elements = wide * rounded_context(local)
-    chunk = min(CPU_CHUNK_KEYS, rounded_context(local))
-    dots = 8 * chunk * wide * problem.spec.heads
-    parts = [("logits", 2 * elements), ("dots", dots)]
+    rows = wide
+    if problem.sharding is not None:
+        shard = problem.sharding.max_local_len(problem.max_context)
+        local, rows = rounded_context(shard), problem.max_rows
+        planes = index_planes(shard)
+        words = candidate_words(problem.sharding.topn, planes)
+    elements = rows * local
+    # Temporary tensors of one chunk: the keys as bytes, int32 and float64, and the dots in float64 and float32.
+    per_key = HEAD_DIM * (1 + 4 + 8) + wide * problem.spec.heads * (2 * 8 + 4)
+    parts = [("logits", 2 * elements), ("scratch", min(CPU_CHUNK_KEYS, local) * per_key)]
     if words:
         parts.append(("candidates", 4 * problem.max_rows * words))
-    return Plan(problem, "compact" if not words else "pitched", elements, 0, 0, planes, words, tuple(parts))
+    return Plan(problem, "pitched" if words else "compact", elements, 0, 0, planes, words, tuple(parts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from keysieve.spec import CANONICAL_NAN, KEY16_NAN, KEY16_NEG_INF, KEY16_POS_INF, KEY16_ZERO
+from keysieve.spec import CANONICAL_NAN, KEY16_NAN, KEY16_ZERO
 
 _NAN_INT16 = CANONICAL_NAN - 0x10000
 """The canonical NaN's bits as a signed 16-bit number."""
@@ -16,16 +16,27 @@ _NAN_INT16 = CANONICAL_NAN - 0x10000
 _NEG_ZERO_INT16 = -0x8000
 
 
+def _key16_of_bits() -> torch.Tensor:
+    """int32 ``[65536]``: the key16 of every BF16 bit pattern, foreign ones included."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    magnitude = bits & 0x7FFF
+    key = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits ^ 0x8000)
+    key[magnitude == 0] = KEY16_ZERO
+    key[magnitude > 0x7F80] = KEY16_NAN
+    return key
+
+
+_KEY16 = _key16_of_bits()
+
+
 def key16(logits: torch.Tensor) -> torch.Tensor:
     """int32 of the shape of ``logits`` (bfloat16): each logit's key16, 0x003F..0xFF80; never 0, which means empty.
 
     -0 counts as +0 and every NaN as the canonical one, so foreign logits may be passed as they are.
     """
-    bits = logits.view(torch.int16).to(torch.int32)
-    # As a signed number x, a negative logit maps to ~x (0..0x7FFF) and another one to x + 0x8000.
-    key = torch.where(bits < 0, bits.bitwise_not(), bits + KEY16_ZERO)
-    key.masked_fill_((key < KEY16_NEG_INF) | (key > KEY16_POS_INF), KEY16_NAN)
-    return key.masked_fill_(key == KEY16_ZERO - 1, KEY16_ZERO)  # 0x7FFF is the image of -0
+    # A table of 256 KiB is read faster than the arithmetic is done in separate tensor operations.
+    bits = logits.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    return _KEY16.index_select(0, bits.reshape(-1)).view(bits.shape)
 
 
 def logits_of_key16(key: torch.Tensor) -> torch.Tensor:

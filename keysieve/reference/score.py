@@ -177,9 +177,8 @@ class Scorer:
             out.view(torch.int16)[:, hidden] = CANONICAL_NAN - 0x10000
 
 
-def score_step(step: Step, numerics: str, lengths: list[int], max_len: int, faults: Faults) -> torch.Tensor:
-    """BF16 ``[rows, max_len]`` of a checked step, -inf past each row's length; lengths are usable ones."""
-    logits = torch.full((step.rows, max_len), -torch.inf, dtype=torch.bfloat16)
+def score_step_(step: Step, numerics: str, lengths: list[int], logits: torch.Tensor, faults: Faults) -> torch.Tensor:
+    """Fill BF16 ``logits [rows, width]`` of a checked step, -inf past each row's length; lengths are usable ones."""
     scorer = Scorer(step, numerics)
     for request in range(step.requests):
         rows = slice(request * step.next_n, (request + 1) * step.next_n)
@@ -206,7 +205,8 @@ def score_checked(step: Step, max_len: int | None, faults: Faults) -> torch.Tens
         limits.append((max_len, "max_len"))
     lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
     width = max(lengths, default=0) if max_len is None else max_len
-    return score_step(step, step.spec.numerics_on("cpu"), lengths, width, faults)
+    logits = torch.empty(step.rows, width, dtype=torch.bfloat16)
+    return score_step_(step, step.spec.numerics_on("cpu"), lengths, logits, faults)
 
 
 def score(

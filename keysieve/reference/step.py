@@ -9,7 +9,7 @@ from keysieve.inputs import Placement, Selection, Step, compact_elements
 from keysieve.plan import Plan
 from keysieve.reference.faults import Faults, usable_lengths
 from keysieve.reference.rows import physical_rows
-from keysieve.reference.score import Scorer, score_step
+from keysieve.reference.score import Scorer, score_step_
 from keysieve.reference.topk import select_row_
 
 
@@ -70,7 +70,11 @@ class CpuRunner:
                 accepted="a column for every page that a row needs on this rank",
                 remedy="Widen this rank's index table.",
             )
-        return score_step(step, self._numerics, lengths, longest, self.faults)
+        needed = step.rows * longest
+        # A replicated cache whose pages are shared by ranks is scored whole: more than this rank's own keys.
+        buffer = self._logits if needed <= self._logits.numel() else torch.empty(needed, dtype=torch.bfloat16)
+        logits = buffer[:needed].view(step.rows, longest)
+        return score_step_(step, self._numerics, lengths, logits, self.faults)
 
     def check(self) -> None:
         """Report and forget the faults of all calls since the last check.

@@ -1,0 +1,210 @@
+"""The cpu backend against the obvious code, and the memory of a long row: ``python -m keysieve.bench.cpu``.
+
+Both sides start from the same cache bytes, page table and query codes, on one thread. The obvious code dequantises a
+request's keys to float32, multiplies, takes max(., 0), weights, sums over heads and calls ``torch.topk``; it is neither
+exact nor deterministic in its ties. Every timed selection of keysieve is compared with an exact stable sort of its own
+logits in the same run, before anything is printed.
+
+One JSON line a measurement (``--json``); times in microseconds of one step over all requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keysieve.api import DecodeIndexer, score
+from keysieve.cache import IndexCache
+from keysieve.quantize import quantize_query
+from keysieve.spec import PAGE, IndexerSpec
+
+_SEED = 20
+_APPEND = 1 << 15
+_MEMORY_LIMIT = 2 << 30
+
+
+class Setup:
+    """A batch of equally long requests over a shuffled pool.
+
+    Args:
+        spec: the indexer.
+        requests: rows (next_n is 1).
+        keys: length of every row.
+    """
+
+    def __init__(self, spec: IndexerSpec, requests: int, keys: int) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        pages = -(-keys // PAGE)
+        self.spec = spec
+        self.cache = IndexCache.empty(spec, pages=pages, device="cpu")
+        for first in range(0, pages * PAGE, _APPEND):
+            slots = torch.arange(first, min(first + _APPEND, pages * PAGE))
+            self.cache.append(torch.randn(len(slots), 128, generator=generator), slots)
+        q = torch.randn(requests, spec.heads, 128, generator=generator)
+        query, _ = quantize_query(spec, q)
+        assert isinstance(query, torch.Tensor)  # an FP8 spec: the obvious code decodes E4M3
+        self.query = query
+        self.weights = torch.randn(requests, spec.heads, generator=generator)
+        orders = [torch.randperm(pages, generator=generator) for _ in range(requests)]
+        self.table = torch.stack(orders).to(torch.int32)
+        self.lengths = torch.full((requests,), keys, dtype=torch.int32)
+        self.indexer = DecodeIndexer(spec, max_rows=requests, max_context=keys, device="cpu")
+
+    def step(self) -> Any:
+        """One step of keysieve."""
+        return self.indexer(self.query, self.cache, self.weights, self.lengths, self.table, positions=True)
+
+    def obvious(self) -> list[torch.Tensor]:
+        """One step of the obvious float32 code, from the same bytes (FP8)."""
+        chosen = []
+        for r, length in enumerate(self.lengths.tolist()):
+            codes = self.cache.page_codes(self.table[r]).view(torch.float8_e4m3fn).view(-1, 128)
+            scale = self.cache.page_scales(self.table[r]).view(-1, 1)
+            keys = codes.to(torch.float32) * scale
+            dots = self.query[r].to(torch.float32) @ keys.t()
+            logits = (torch.relu(dots) * self.weights[r].view(-1, 1)).sum(0)[:length]
+            chosen.append(torch.topk(logits, min(self.spec.topk, length)).indices)
+        return chosen
+
+    def is_exact(self) -> bool:
+        """Whether the step's positions are those of a stable descending sort of its own logits."""
+        result = self.step()
+        for r, length in enumerate(self.lengths.tolist()):
+            rows = slice(r, r + 1)
+            args = (self.weights[rows], self.lengths[rows], self.table[rows])
+            logits = score(self.spec, self.query[rows], self.cache, *args)[0].to(torch.float32)
+            order = torch.sort(logits, descending=True, stable=True).indices[: self.spec.topk]
+            wanted = order.sort().values.to(torch.int32)
+            if not torch.equal(result.positions[r, : min(length, self.spec.topk)], wanted):
+                return False
+        return True
+
+
+def time_alternately(calls: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Sorted microseconds of every call, each run ``repeats`` times in turn, after one turn that is not counted."""
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats + 1):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if turn:
+                taken.append((time.perf_counter() - start) * 1e6)
+    return [sorted(taken) for taken in times]
+
+
+def peak_bytes() -> int:
+    """The most resident memory this process has had; 0 if the system does not say."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def record(setup: Setup, case: str, **values: Any) -> dict[str, Any]:
+    """The fields that every measurement has."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": platform.processor() or platform.machine(),
+        "arch": "cpu",
+        "op": "step",
+        "case": case,
+        "requests": len(setup.lengths),
+        "keys": int(setup.lengths[0]),
+        "next_n": 1,
+        "heads": setup.spec.heads,
+        "topk": setup.spec.topk,
+        "format": setup.spec.key_format,
+        "numerics": setup.spec.numerics_on("cpu"),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **values,
+    }
+
+
+def measure_speed(requests: int, keys: int, heads: int, topk: int, repeats: int) -> dict[str, Any]:
+    """Time keysieve's step and the obvious code, alternately, after checking the selection."""
+    setup = Setup(IndexerSpec(heads=heads, topk=topk), requests, keys)
+    exact = setup.is_exact()
+    ours, plain = time_alternately((setup.step, setup.obvious), repeats)
+    middle = repeats // 2
+    return record(
+        setup,
+        f"{requests}x{keys // 1024}K",
+        us=ours[middle],
+        us_min=ours[0],
+        us_max=ours[-1],
+        peers={"obvious float32": plain[middle]},
+        ratio=ours[middle] / plain[middle],
+        exact=exact,
+    )
+
+
+def measure_memory(keys: int, heads: int, topk: int) -> dict[str, Any]:
+    """The peak memory of this process after one step on one row of ``keys``; run it in a process of its own."""
+    setup = Setup(IndexerSpec(heads=heads, topk=topk), 1, keys)
+    start = time.perf_counter()
+    count = int(setup.step().counts[0])
+    spent = (time.perf_counter() - start) * 1e6
+    peak = peak_bytes()  # before the exactness check, which sorts the whole row
+    return record(setup, f"1x{keys // 1024}K", us=spent, peak_bytes=peak, exact=count == topk and setup.is_exact())
+
+
+def memory_of_own_process(args: argparse.Namespace) -> dict[str, Any]:
+    """:func:`measure_memory` in a fresh process, so that nothing else is counted."""
+    command = [sys.executable, "-m", "keysieve.bench.cpu", "--only-memory", "--memory-keys", str(args.memory_keys)]
+    command += ["--heads", str(args.heads), "--topk", str(args.topk)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the ratio and the peak memory of one run; 1 if a selection was not exact or a limit was broken."""
+    parser = argparse.ArgumentParser(prog="python -m keysieve.bench.cpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--keys", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory-keys", type=int, default=1 << 20)
+    parser.add_argument("--json", type=Path, help="append one JSON line per measurement to this file")
+    parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.only_memory:
+        print(json.dumps(measure_memory(args.memory_keys, args.heads, args.topk)))
+        return 0
+    speed = measure_speed(args.requests, args.keys, args.heads, args.topk, args.repeats)
+    memory = memory_of_own_process(args)
+    plain = speed["peers"]["obvious float32"]
+    print(f"{speed['case']}, {args.heads} heads, one thread, median of {args.repeats}, exact: {speed['exact']}")
+    print(f"  keysieve        {speed['us'] / 1e3:9.1f} ms")
+    print(f"  obvious float32 {plain / 1e3:9.1f} ms")
+    print(f"  ratio           {speed['ratio']:9.2f}    (limit 2)")
+    print(
+        f"{memory['case']}: peak memory {memory['peak_bytes'] / 2**20:.0f} MiB, exact: {memory['exact']} (limit 2 GiB)"
+    )
+    if args.json:
+        with args.json.open("a") as lines:
+            for line in (speed, memory):
+                lines.write(json.dumps(line) + "\n")
+    sound = speed["exact"] and memory["exact"] and speed["ratio"] <= 2 and memory["peak_bytes"] < _MEMORY_LIMIT
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
