@@ -1,0 +1,38 @@
+"""What may be drawn on a device: everything on the CPU, a few kernel configurations on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from keysieve.backends import supports
+from keysieve.check.trial import Scope
+from keysieve.checks import UnsupportedError
+from keysieve.spec import FORMATS, IndexerSpec
+
+GPU_HEADS_AND_ROWS = ((32, 1), (64, 1), (8, 3), (16, 8), (64, 2))
+"""(heads, next_n) pairs that are checked on a GPU, in all formats: each is a kernel to compile or load."""
+
+
+def scope_for(device: torch.device, backend: str = "auto") -> Scope:
+    """The scope of a run on ``device``.
+
+    Raises:
+        UnsupportedError: no configuration runs there; the text is the reason of the first.
+    """
+    if device.type == "cpu":
+        reason = supports(IndexerSpec(heads=8, topk=8), backend=backend, device=device)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        return Scope(device, backend)
+    runs: list[tuple[str, int, int]] = []
+    reasons: list[str] = []
+    for key_format in FORMATS:
+        for heads, next_n in GPU_HEADS_AND_ROWS:
+            reason = supports(IndexerSpec(heads=heads, topk=64, key_format=key_format), next_n, backend, device)
+            if reason is None:
+                runs.append((key_format, heads, next_n))
+            else:
+                reasons.append(reason)
+    if not runs:
+        raise UnsupportedError(reasons[0])
+    return Scope(device, backend, tuple(runs))

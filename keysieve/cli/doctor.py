@@ -1,0 +1,74 @@
+"""``keysieve doctor``: what this machine can run, and why not the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keysieve.doctor import Diagnosis
+
+BACKEND_CHOICES = ("auto", "cpu", "sm90", "sm100")
+_MARKS = {"ok": "[green]ok", "missing": "[red]missing", "note": "[yellow]note"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor`` to the command line."""
+    text = "What this machine can run, and why not the rest. The exit code says whether the asked-for backend works."
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor", help="what this machine can run, and why not the rest", description=text
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--backend", choices=BACKEND_CHOICES, default="auto", help="exit 0 if this one works (default: any)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; 0 if the asked-for backend works here, else 1."""
+    from keysieve.doctor import diagnose
+
+    found = diagnose()
+    works = found.works(args.backend)
+    if args.json:
+        print(json.dumps({"asked_for": args.backend, "works": works, **found.as_dict()}, indent=2))
+        return 0 if works else 1
+    try:
+        _print_rich(found)
+    except ImportError:
+        print("\n".join(plain_lines(found)))
+    if args.backend != "auto" and not works:
+        reason = next(state.reason for state in found.backends if state.name == args.backend)
+        print(f"\n{args.backend} does not work here: {reason}")
+    return 0 if works else 1
+
+
+def plain_lines(found: Diagnosis) -> list[str]:
+    """The tables without rich."""
+    lines = [f"{f.name:22} {f.status:8} {f.value}{f'  ({f.why})' if f.why else ''}" for f in found.facts]
+    lines.append("")
+    for state in found.backends:
+        told = f"{', '.join(state.formats)} on {state.device}" if state.works else f"no: {state.reason}"
+        lines.append(f"backend {state.name:14} {'works' if state.works else '-':8} {told}")
+    return lines
+
+
+def _print_rich(found: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    facts = Table("looked at", "", title="This machine")
+    facts.add_column("found", overflow="fold")
+    facts.add_column("why it matters", overflow="fold")
+    for fact in found.facts:
+        facts.add_row(fact.name, _MARKS[fact.status], escape(fact.value), escape(fact.why))
+    backends = Table("backend", "", "device", "formats, or why not", title="Backends")
+    for state in found.backends:
+        told = ", ".join(state.formats) if state.works else escape(state.reason or "")
+        backends.add_row(state.name, "[green]works" if state.works else "[red]no", state.device, told)
+    console.print(facts)
+    console.print(backends)
