@@ -50,7 +50,7 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) 
 
 @dsl_user_op
 def max_nan(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """Maximum that is NaN when either operand is NaN; max(-0, +0) is +0."""
+    """Maximum that is NaN when either operand is NaN; on the device max(-0, +0) is +0."""
     if not in_kernel():
         return Float32(arith.maximumf(a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
     return asm("max.NaN.f32 $0, $1, $2;", "=f,f,f", (Float32,), (a, b), pure=True, loc=loc, ip=ip)[0]

@@ -1,0 +1,31 @@
+"""pytest's side of `harness.py`: parameters, the device fixture, and one stated reason where no device is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    listed = getattr(metafunc.function, "cases", None)
+    if listed is not None and "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", listed, ids=str)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    reason = harness.unavailable() if mine else None
+    for item in mine:
+        item.add_marker("gpu")
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return harness.device()

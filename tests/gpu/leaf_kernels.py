@@ -1,0 +1,271 @@
+"""Small kernels around the leaves of keysieve/device, so that the leaves can be run, and their code looked at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from keysieve.device import keys, numerics, ptx, ring, scan, sync
+
+THREADS = 256
+WARPS = THREADS // 32
+
+# name -> function of three words (Uint32), giving one. Every lane computes one element.
+WORD_FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "key16x2": lambda a, *_: keys.key16x2(a),
+    "canonical16": lambda a, *_: keys.canonical16(keys.low16(a)),
+    "canonical_bf16x2": lambda a, *_: numerics.canonical_bf16x2(a),
+    "bf16_bits": lambda a, *_: numerics.bf16_bits(numerics.bits_float(a)),
+    "bf16x2_bits": lambda a, b, *_: numerics.bf16x2_bits(numerics.bits_float(a), numerics.bits_float(b)),
+    "logit_bits": lambda a, *_: numerics.logit_bits(numerics.bits_float(a)),
+    "mul": lambda a, b, *_: float_word(numerics.mul, a, b),
+    "mul_then_add": lambda a, b, c: float_word(
+        lambda x, y: numerics.add(numerics.mul(x, y), numerics.bits_float(c)), a, b
+    ),
+    "fma": lambda a, b, c: float_word(lambda x, y: numerics.fma(x, y, numerics.bits_float(c)), a, b),
+    "max_nan": lambda a, b, *_: float_word(numerics.max_nan, a, b),
+    "max_num": lambda a, b, *_: float_word(numerics.max_num, a, b),
+    "fma_bf16x2": numerics.fma_bf16x2,
+    "add_bf16x2": lambda a, b, *_: numerics.add_bf16x2(a, b),
+    "add_bf16": lambda a, b, *_: numerics.add_bf16(a, b),
+    "max_nan_bf16x2": lambda a, b, *_: numerics.max_nan_bf16x2(a, b),
+    "max_u16x2": lambda a, b, *_: ptx.max_u16x2(a, b),
+    "byte_perm": lambda a, b, c: ptx.byte_perm(a, b, c & Uint32(0x7777)),
+}
+
+
+def float_word(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return numerics.float_bits(function(numerics.bits_float(a), numerics.bits_float(b)))
+
+
+class Words:
+    """out[f, i] = WORD_FUNCTIONS[f](a[i], b[i], c[i]); one thread an element."""
+
+    @cute.jit
+    def __call__(self, a: Int64, b: Int64, c: Int64, out: Int64, n: Int32, stream: cuda.CUstream) -> None:
+        blocks = (n + Int32(THREADS - 1)) // Int32(THREADS)
+        self.kernel(a, b, c, out, n).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: Int64, b: Int64, c: Int64, out: Int64, n: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * Int32(THREADS) + thread
+        if i < n:
+            at = Int64(i) * Int64(4)
+            x, y, z = (ptx.load(base + at, Uint32) for base in (a, b, c))
+            for number, function in enumerate(WORD_FUNCTIONS.values()):
+                ptx.store(out + (Int64(number) * Int64(n) + Int64(i)) * Int64(4), function(x, y, z))
+
+
+class Scans:
+    """One block: exclusive sums of `values`, ballots, and digit searches in a histogram of `digits`.
+
+    out int32: [0, THREADS) exclusive sums, then the total; then 3 words (digit, above, equal) a rank.
+    """
+
+    def __init__(self, bins: int) -> None:
+        self.bins = bins
+
+    @cute.jit
+    def __call__(
+        self, values: Int64, digits: Int64, n: Int32, ranks: Int64, searches: Int32, out: Int64, stream: cuda.CUstream
+    ) -> None:
+        self.kernel(values, digits, n, ranks, searches, out).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, values: Int64, digits: Int64, n: Int32, ranks: Int64, searches: Int32, out: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        scratch = ptx.smem_addr(smem.allocate_array(Uint32, WARPS))
+        bins = ptx.smem_addr(smem.allocate_array(Uint32, self.bins, byte_alignment=16))
+        value = ptx.load(values + Int64(thread) * Int64(4), Int32)
+        before, total = scan.block_exclusive(value, scratch, thread, WARPS)
+        again, _ = scan.block_exclusive(value, scratch, thread, WARPS)  # scratch must be reusable at once
+        ptx.store(out + Int64(thread) * Int64(4), before + (again - before))
+        if thread == Int32(0):
+            ptx.store(out + Int64(4 * THREADS), total)
+        scan.clear_words(bins, Int32(self.bins), thread, THREADS)
+        cute.arch.sync_threads()
+        for i in cutlass.range(thread, n, THREADS, unroll=1):
+            scan.histogram_add(bins, ptx.load(digits + Int64(i) * Int64(4), Uint32))
+        cute.arch.sync_threads()
+        lane = thread % Int32(32)
+        if thread < Int32(32):
+            for s in cutlass.range(searches, unroll=1):
+                rank = ptx.load(ranks + Int64(s) * Int64(4), Int32)
+                digit, above, equal = scan.warp_find_digit(bins, rank, lane, self.bins)
+                place = out + Int64(4 * (THREADS + 1)) + Int64(s) * Int64(12)
+                if lane == Int32(s % Int32(32)):  # any lane has the answer
+                    ptx.store(place, digit)
+                    ptx.store(place + Int64(4), above)
+                    ptx.store(place + Int64(8), equal)
+
+
+class Rings:
+    """Producer warp 0 streams `tiles` tiles of 1 KiB through a ring; consumer warps take every n-th and copy it out."""
+
+    TILE_BYTES = 1024
+
+    def __init__(self, stages: int, consumers: int) -> None:
+        self.shape = ring.RingShape(stages, 1, self.TILE_BYTES)  # a tile is read by one consumer warp
+        self.consumers = consumers
+
+    @cute.jit
+    def __call__(self, source: Int64, out: Int64, tiles: Int32, stream: cuda.CUstream) -> None:
+        self.kernel(source, out, tiles).launch(grid=(1, 1, 1), block=(32 * (1 + self.consumers), 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, source: Int64, out: Int64, tiles: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % Int32(32)
+        smem = SmemAllocator()
+        stages = self.shape.stages
+        bars = smem.allocate_array(Int64, self.shape.barrier_words)
+        data = ptx.smem_addr(smem.allocate_array(Uint32, stages * self.TILE_BYTES // 4, byte_alignment=128))
+        pipe = ring.Ring(self.shape, bars, bars + stages)
+        if thread == Int32(0):
+            pipe.init()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp == Int32(0):
+            stage, phase = pipe.producer_start()
+            for tile in cutlass.range(tiles, unroll=1):
+                pipe.wait_empty(stage, phase)
+                with cute.arch.elect_one():
+                    pipe.announce(stage)
+                    ptx.bulk_load(
+                        data + Uint32(stage) * Uint32(self.TILE_BYTES),
+                        source + Int64(tile) * Int64(self.TILE_BYTES),
+                        Int32(self.TILE_BYTES),
+                        pipe.full_address(stage),
+                    )
+                stage, phase = pipe.next(stage, phase)
+        else:
+            stage, phase = pipe.consumer_start()
+            stage, phase = ring.advance(stage, phase, warp - Int32(1), stages)
+            for tile in cutlass.range(warp - Int32(1), tiles, self.consumers, unroll=1):
+                pipe.wait_full(stage, phase)
+                at = Uint32(stage) * Uint32(self.TILE_BYTES) + Uint32(lane) * Uint32(16)
+                first = ptx.load_shared_v4(data + at)
+                second = ptx.load_shared_v4(data + at + Uint32(512))
+                pipe.release(stage)
+                place = out + Int64(tile) * Int64(self.TILE_BYTES) + Int64(lane) * Int64(16)
+                ptx.store_v4(place, *first)
+                ptx.store_v4(place + Int64(512), *second)
+                stage, phase = ring.advance(stage, phase, Int32(self.consumers), stages)
+
+
+class Pairs:
+    """Block 0 sends tagged pairs, block 1 receives them with a bounded wait and writes the words out.
+
+    `send` 0 sends nothing: the receiver's time runs out, it reports and traps.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        slots: Int64,
+        out: Int64,
+        tag: Int32,
+        send: Int32,
+        limit_ns: Int64,
+        report: Int64,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel(slots, out, tag, send, limit_ns, report).launch(
+            grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, slots: Int64, out: Int64, tag: Int32, send: Int32, limit_ns: Int64, report: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        place = slots + Int64(thread) * Int64(16)
+        word = Uint32(thread) * Uint32(2654435761) + Uint32(tag)
+        if block == Int32(0):
+            if send != Int32(0):
+                ptx.store_pair(place, word, word ^ Uint32(0xFFFFFFFF), Uint32(tag))
+        else:
+            if send != Int32(0) or thread == Int32(0):
+                w0, w1 = sync.wait_pair(
+                    place, Uint32(tag), limit_ns, report, Uint32(3), Uint32(thread), Uint32(5), Uint32(1)
+                )
+                ptx.store_v2(out + Int64(thread) * Int64(8), w0, w1)
+
+
+class Chain:
+    """Two launches of one entry: a writer that dawdles, and a programmatic dependent that reads after its grid wait."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+
+    @cute.jit
+    def __call__(self, data: Int64, out: Int64, value: Int32, delay_ns: Int64, stream: cuda.CUstream) -> None:
+        self.writer(data, value, delay_ns).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.reader(data, out).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def writer(self, data: Int64, value: Int32, delay_ns: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.early):
+            ptx.grid_launch_dependents()
+        start = ptx.global_ns()
+        while ptx.global_ns() - start < delay_ns:
+            ptx.nano_sleep(Uint32(200))
+        ptx.store(data + Int64(thread) * Int64(4), value + thread)
+
+    @cute.kernel
+    def reader(self, data: Int64, out: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        ptx.grid_wait()
+        ptx.store(out + Int64(thread) * Int64(4), ptx.load(data + Int64(thread) * Int64(4), Int32))
+
+
+class Contracted:
+    """Two floats combined as `a * b + c` with plain operators, to show what the pinned forms are for."""
+
+    @cute.jit
+    def __call__(self, a: Int64, b: Int64, c: Int64, out: Int64, stream: cuda.CUstream) -> None:
+        self.kernel(a, b, c, out).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: Int64, b: Int64, c: Int64, out: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        at = Int64(thread) * Int64(4)
+        x, y, z = (ptx.load(base + at, Float32) for base in (a, b, c))
+        ptx.store(out + at, x * y + z)
+
+
+ENTRIES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
+    "words": (Words, (*[Int64(0)] * 4, Int32(0))),
+    "scans32": (lambda: Scans(32), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
+    "scans256": (lambda: Scans(256), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
+    "scans2048": (lambda: Scans(2048), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
+    "ring3x2": (lambda: Rings(3, 2), (Int64(0), Int64(0), Int32(0))),
+    "ring4x7": (lambda: Rings(4, 7), (Int64(0), Int64(0), Int32(0))),
+    "ring1x1": (lambda: Rings(1, 1), (Int64(0), Int64(0), Int32(0))),
+    "pairs": (Pairs, (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int64(0))),
+    "chain_early": (lambda: Chain(True), (Int64(0), Int64(0), Int32(0), Int64(0))),
+    "chain_late": (lambda: Chain(False), (Int64(0), Int64(0), Int32(0), Int64(0))),
+    "contracted": (Contracted, (Int64(0),) * 4),
+}
+"""name -> (maker of the jit entry, its fake arguments without the stream)."""
+
+
+@functools.cache
+def compiled(name: str, arch: str, options: str = "") -> Any:
+    """Compile an entry for `arch`; callable with plain ints and a stream handle last."""
+    make, args = ENTRIES[name]
+    return cute.compile(make(), *args, make_fake_stream(), options=f"--enable-tvm-ffi --gpu-arch={arch} {options}")
