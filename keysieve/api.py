@@ -6,14 +6,15 @@ written. A refused call leaves outputs and caches as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from keysieve import ops
 from keysieve.backends import as_device, load, name_for, resolve
-from keysieve.checks import refuse, require_int
+from keysieve.checks import KeysieveError, refuse, require_int
 from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import (
     Placement,
@@ -32,7 +33,8 @@ from keysieve.reference.score import check_max_len
 from keysieve.reference.topk import check_topk
 from keysieve.spec import MAX_NEXT_N, IndexerSpec
 
-_MAX_SITE = (1 << 20) - 1
+_MAX_SITE = (1 << 16) - 1
+"""The signature of a context-parallel call packs rows and site into one word, 16 bits each."""
 
 
 def score(
@@ -315,23 +317,35 @@ class DecodeIndexer:
                 counts,
                 site,
             )
-        step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
-        place = check_placement(
-            kv_table,
-            kv_page,
-            block_rows,
-            rows=step.rows,
-            requests=step.requests,
-            next_n=step.next_n,
-            device=step.codes.device,
-        )
-        self._check_limits(step, site)
-        result = self._outputs(step.rows, step.codes.device, positions, out, counts)
-        if self.dcp is not None:
-            self._run_sharded(self.dcp, step, place, result, site)
+        with self._peers_told():
+            step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
+            place = check_placement(
+                kv_table,
+                kv_page,
+                block_rows,
+                rows=step.rows,
+                requests=step.requests,
+                next_n=step.next_n,
+                device=step.codes.device,
+            )
+            self._check_limits(step, site)
+            result = self._outputs(step.rows, step.codes.device, positions, out, counts)
+            logits = None if self.dcp is None else self._own_logits(self.dcp, step)
+        if self.dcp is not None and logits is not None:
+            self._exchange(self.dcp, step, logits, place, result, site)
         elif step.rows:
             self._runner.run(step, place, result)
         return result
+
+    @contextmanager
+    def _peers_told(self) -> Iterator[None]:
+        """Context-parallel peers of a refused call are told, so that they fail at once and stay in step."""
+        try:
+            yield
+        except KeysieveError:
+            if self.dcp is not None:
+                self.dcp.withdraw()
+            raise
 
     def _check_limits(self, step: Step, site: int) -> None:
         limit = self.plan.problem.max_rows
@@ -363,15 +377,18 @@ class DecodeIndexer:
             return Selection(chosen, number, check_output("positions", positions, shape, device))
         return Selection(chosen, number, torch.empty(shape, dtype=torch.int32, device=device) if positions else None)
 
-    def _run_sharded(self, dcp: ContextParallel, step: Step, place: Placement, out: Selection, site: int) -> None:
-        """A context-parallel step: own logits, exchange, own winners. Also with zero rows: the peers wait for it."""
-        local = dcp.local_lens(step.seq_lens)
+    def _own_logits(self, dcp: ContextParallel, step: Step) -> torch.Tensor:
+        """BF16 ``[rows, any]``: the scores of the keys that lie on this rank, by local index."""
         table = None if dcp.sharded else dcp.own_table(step.index_table)
         if dcp.sharded or table is not None:
-            logits = self._runner.local_logits(step.with_lengths(local, table))
-        else:
-            logits = dcp.own_columns(self._runner.local_logits(step))
-        won = dcp.select(logits, local, step.seq_lens, site=site)
+            return self._runner.local_logits(step.with_lengths(dcp.local_lens(step.seq_lens), table))
+        return dcp.own_columns(self._runner.local_logits(step))
+
+    def _exchange(
+        self, dcp: ContextParallel, step: Step, logits: torch.Tensor, place: Placement, out: Selection, site: int
+    ) -> None:
+        """Candidates to the peers, own winners back. Also with zero rows: the peers wait for it."""
+        won = dcp.select(logits, dcp.local_lens(step.seq_lens), step.seq_lens, site=site)
         chosen = won.local
         if place.kv_table is not None:
             chosen = physical_rows(chosen, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows)

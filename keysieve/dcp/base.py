@@ -14,6 +14,8 @@ with zero rows makes the calls too, or its peers wait for it in vain):
 5. ``won.local`` are indices into this rank's shard: physical rows follow from this rank's ``kv_table`` by the
    ordinary rule (entries of -1 stay -1). Without a table they are the output.
 
+A call that an indexer refuses before step 4 is announced with ``dcp.withdraw()``, once, in place of ``select``.
+
 ``select`` raises :class:`ExchangeError` when the ranks disagree or a peer does not answer in time; it has then
 returned nothing, so a caller that writes outputs afterwards leaves them untouched.
 """
@@ -134,6 +136,13 @@ class ContextParallel(ABC):
 
         Raises:
             ExchangeError: the ranks' calls differ, or a peer did not answer within the time limit.
+        """
+
+    def withdraw(self) -> None:  # noqa: B027  # a transport that cannot tell leaves it to the peers' bounded wait
+        """Tell the peers that this rank refused a call, where the transport can; collective like :meth:`select`.
+
+        Never raises: the caller has a better error at hand. Without it the peers would wait in vain, or, if the next
+        call looks the same, take its candidates for those of the refused one.
         """
 
     # --- what an implementation provides -----------------------------------------------------------------------

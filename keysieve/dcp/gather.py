@@ -121,16 +121,15 @@ class Gather(ContextParallel):
     ) -> Winners:
         if self._broken is not None:
             raise ExchangeError(f"this all-gather failed before and its ranks are out of step: {self._broken}")
-        words, refusal = None, None
         try:
             rows, lens = self._checked(logits, local_lens, seq_lens)
             words, _ = local_topk(logits, local_lens, self.topk, self.planes)
-        except KeysieveError as error:
-            # Peers are told, so that they fail at once and not after the timeout.
-            refusal, rows, lens = error, 0, torch.empty(0, dtype=torch.int32)
+        except KeysieveError:
+            self.withdraw()
+            raise
         self._calls += 1
-        self._agree(self._header(rows, lens, site, refusal is not None), refusal)
-        if words is None or rows == 0:
+        self._agree(self._header(rows, lens, site))
+        if rows == 0:
             return self._nothing()
         merged = merge(
             self._gather(words),
@@ -141,6 +140,15 @@ class Gather(ContextParallel):
             seq_lens=lens,
         )
         return Winners(merged.rows, merged.counts, merged.positions)
+
+    def withdraw(self) -> None:
+        if self._broken is not None:
+            return
+        self._calls += 1
+        try:
+            self._exchange_headers(self._header(0, torch.empty(0, dtype=torch.int32), 0, refused=True))
+        except ExchangeError:
+            return  # later calls report it: the group is broken
 
     def _checked(
         self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor
@@ -170,16 +178,14 @@ class Gather(ContextParallel):
 
     # --- headers -----------------------------------------------------------------------------------------------
 
-    def _header(self, rows: int, lens: torch.Tensor, site: int, refused: bool) -> torch.Tensor:
+    def _header(self, rows: int, lens: torch.Tensor, site: int, refused: bool = False) -> torch.Tensor:
         digest = zlib.crc32(lens.to(torch.int32).contiguous().numpy().tobytes())
         values = (_MAGIC, self._calls, rows, site, self.topk, self.interleave, self.planes, digest, int(refused))
         return torch.tensor(values, dtype=torch.int64)
 
-    def _agree(self, own: torch.Tensor, refusal: KeysieveError | None) -> None:
+    def _agree(self, own: torch.Tensor) -> None:
         """Exchange headers; raise on every rank if any two differ, or if a rank refused the call."""
         headers = self._exchange_headers(own)
-        if refusal is not None:
-            raise refusal
         refused = [r for r, header in enumerate(headers) if int(header[_REFUSED])]
         if refused:
             raise ExchangeError(
