@@ -7,9 +7,10 @@ warpgroup one warp streams key tiles and one streams queries, weights and length
 by `schedule`. Shared memory is mapped by `sm90_score_config.smem_map`; a page lies there as its 8,448 bytes, 64 rows of
 keys and two rows of scale words, brought by one tensor copy with the 128-byte swizzle that the matrix unit reads.
 
-Barriers: `key_full[s]` one arrival (the producer's, with the bytes), `key_empty[s]` one per consumer warp;
-`query_full[s]` two arrivals (announcement of the copy; weights and lengths written), `query_empty[s]` one per
-consumer warp. Consumers release every request in order, also those they had no tile of.
+Barriers: `key_full[s]` one arrival (the producer's, with the bytes), `key_empty[s]` one per warp of the warpgroup that
+takes the tile; `query_full[s]` two arrivals (announcement of the copy; weights and lengths written), `query_empty[s]`
+one per consumer warp. Consumers release every request in order, also those they had no tile of; after its last tile a
+warpgroup releases the request it holds, so that the at most `groups - 1` later requests find room.
 """
 
 from typing import Any
@@ -230,7 +231,7 @@ class ScoreKernel:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
-                    cute.arch.mbarrier_init(shared.key_empty + stage, 4 * shape.groups)
+                    cute.arch.mbarrier_init(shared.key_empty + stage, 4)
                 for stage in cutlass.range_constexpr(shape.query_stages):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)

@@ -59,6 +59,12 @@ class ScoreShape:
     resident: bool = False
     evict_first: bool = False
 
+    def __post_init__(self) -> None:
+        if self.stages < self.groups:
+            raise ValueError(f"{self}: a warpgroup would wait for a tile that has no stage")
+        if self.query_stages < self.groups - 1:
+            raise ValueError(f"{self}: a request could wait for a warpgroup that has no tile left")
+
     @property
     def threads(self) -> int:
         """Threads of a block: the consumers, then one warpgroup of producers."""
@@ -112,15 +118,10 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
-    columns = config.columns
-    if columns <= 64:
+    if config.columns <= 64:
         shape = ScoreShape(groups=3, stages=10, query_stages=4, resident=True)
-    elif columns <= 128:
-        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(56, 152))
-    elif columns <= 256:
-        shape = ScoreShape(groups=3, stages=7, query_stages=2, registers=(56, 152))
     else:
-        shape = ScoreShape(groups=3, stages=3, query_stages=2, registers=(56, 152))
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232))
     while smem_map(config, shape).total > MAX_BLOCK_SHARED:
         shape = ScoreShape(**{**shape.__dict__, "stages": shape.stages - 1})
     return shape

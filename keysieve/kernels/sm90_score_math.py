@@ -178,6 +178,8 @@ def consume(
         if stage >= Int32(shape.stages):
             stage = stage - Int32(shape.stages)
             phase = phase ^ Int32(1)
+    if held >= Int32(0):
+        release(shared.query_empty + held % Int32(shape.query_stages))
 
 
 def scale_offset(key: Int32) -> Uint32:
