@@ -1,0 +1,120 @@
+"""From tensors to a launch of the sm90 scorer. Nothing is checked twice: callers have checked shapes and dtypes.
+
+`launch` is a `keysieve.launch.Launcher` made with `sm90_score_config.KERNEL` and the configuration (or anything that
+takes the entry's integers without the stream). What only this kernel needs, alignment and strides, is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from keysieve.checks import describe, refuse
+from keysieve.kernels.sm90_score_config import ScoreConfig
+from keysieve.spec import PAGE, TILE
+
+Launch = Callable[..., None]
+
+
+def score_compact(
+    launch: Launch,
+    config: ScoreConfig,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    index_table: torch.Tensor,
+    *,
+    topk: int,
+    max_context: int,
+    logits: torch.Tensor,
+    tops: torch.Tensor,
+    starts: torch.Tensor,
+    flags: torch.Tensor,
+    blocks: int,
+    chained: bool = False,
+) -> None:
+    """Score every request that has a row longer than `topk` into the compact layout (topk 0: every request).
+
+    query: E4M3 (or its bytes) [rows, heads, 128], contiguous. cache: uint8 [pages, 64, 132], any page stride that is a
+    multiple of 16. weights: [rows, heads], contiguous, of the configuration's dtype. seq_lens: int32 [rows],
+    contiguous. index_table: int32 [requests, width], any row stride. logits: BF16, `tops` uint16 or int16 of an eighth
+    its elements. starts: int32 [requests + 1], filled with the tiles before each request. flags: the int32 flag word,
+    bits as in `schedule`. blocks: the device's SMs (any number gives the same bits). chained: launch as a programmatic
+    dependent of the kernel before.
+    """
+    requests = index_table.shape[0]
+    if requests == 0:
+        return
+    capacity = min(logits.numel(), tops.numel() * 8) // (TILE * config.next_n)
+    common = _common(config, query, cache, weights, seq_lens, index_table, max_context)
+    pointers, strides, sizes = common
+    launch(
+        *pointers,
+        logits.data_ptr(),
+        tops.data_ptr(),
+        starts.data_ptr(),
+        flags.data_ptr(),
+        *strides,
+        0,
+        *sizes,
+        topk,
+        min(capacity, 2**30 - 1),
+        blocks,
+        int(chained),
+    )
+
+
+def score_pitched(
+    launch: Launch,
+    config: ScoreConfig,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    index_table: torch.Tensor,
+    *,
+    max_context: int,
+    logits: torch.Tensor,
+    flags: torch.Tensor,
+    blocks: int,
+    chained: bool = False,
+) -> None:
+    """Score every request into BF16 `logits` [rows, >= longest usable length], row t at `t * logits.stride(0)`.
+
+    The row stride is the pitch. Lengths beyond `max_context` make a row empty, so `max_context` is at most the pitch.
+    Other arguments as in `score_compact`; nothing is written past a row's length.
+    """
+    requests = index_table.shape[0]
+    if requests == 0:
+        return
+    pitch = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
+    pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
+    launch(*pointers, logits.data_ptr(), 0, 0, flags.data_ptr(), *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
+
+
+def _common(
+    config: ScoreConfig,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    index_table: torch.Tensor,
+    max_context: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(addresses of the inputs, page and table strides, pool pages, requests and the longest usable length)."""
+    for name, tensor in (("query", query), ("weights", weights), ("seq_lens", seq_lens)):
+        if not tensor.is_contiguous():
+            refuse(name, got=describe(tensor), accepted="a contiguous tensor", remedy="Call .contiguous() on it.")
+    if query.data_ptr() % 16 or cache.data_ptr() % 16:
+        name, tensor = ("query", query) if query.data_ptr() % 16 else ("cache", cache)
+        refuse(name, got=f"address {tensor.data_ptr():#x}", accepted="16-byte alignment", remedy="Copy or re-allocate it.")
+    page_stride = cache.stride(0) if cache.shape[0] > 1 else 8448
+    if page_stride % 16 or page_stride < 8448:
+        refuse("cache", got=f"page stride {page_stride} bytes", accepted="a multiple of 16, at least 8448", remedy="Pad pages.")
+    requests, width = index_table.shape
+    table_stride = index_table.stride(0) if requests > 1 else width
+    limit = min(max_context, width * PAGE)
+    pointers = (cache.data_ptr(), query.data_ptr(), weights.data_ptr(), seq_lens.data_ptr(), index_table.data_ptr())
+    return pointers, (page_stride, table_stride), (cache.shape[0], requests, limit)
