@@ -26,6 +26,7 @@ from keysieve.testing.paging import (
 )
 from keysieve.testing.random_keys import random_codes, random_e4m3, random_query
 from keysieve.testing.scores import DIGIT_SPLITS, PATTERNS, ScorePattern, scores_of_key16
+from keysieve.testing.slices import relocate, take_requests
 
 __all__ = [
     "DIGIT_SPLITS",
@@ -53,8 +54,10 @@ __all__ = [
     "random_codes",
     "random_e4m3",
     "random_query",
+    "relocate",
     "scattered_table",
     "scores_of_key16",
     "slots_of",
+    "take_requests",
     "write_tokens",
 ]

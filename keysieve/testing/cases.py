@@ -38,7 +38,7 @@ class Case:
         query: ``[rows, heads, 128]`` float8_e4m3fn, or the MXFP4 pair.
         cache: uint8 ``[pages, 64, width]``, possibly with a padded page stride.
         weights: float32 ``[rows, heads]``.
-        seq_lens: int32 ``[rows]``.
+        seq_lens: int32 ``[rows]`` (or ``[requests, next_n]``).
         index_table: int32 ``[requests, columns]``.
         kv_table: int32 ``[requests, blocks]``, or None: rows are positions.
         kv_page: tokens per block of the attention cache, a power of two.
@@ -70,8 +70,8 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """``seq_lens`` as a list."""
-        return [int(length) for length in self.seq_lens.tolist()]
+        """``seq_lens`` as a flat list, whatever its shape."""
+        return [int(length) for length in self.seq_lens.reshape(-1).tolist()]
 
     @property
     def max_len(self) -> int:

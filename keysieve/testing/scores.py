@@ -1,8 +1,8 @@
 """Score patterns that selections have got wrong: ties, plateaus, crowded radix bins, special values.
 
 Every generator has the signature ``(length, topk, generator) -> float32 [length]`` and draws only from the generator,
-so a seed fixes the result. Values are exact in BF16 unless the name says otherwise; a pattern that is about rounding
-(``tiny``, ``huge``, ``low_bits``) is meant to collide after it.
+so a seed fixes the result. Values need not be exact in BF16: ``tiny``, ``huge`` and ``low_bits`` are meant to collide
+when they are rounded.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracle.score import gather_keys
-from oracle.select import key16
-from oracle.step import expected_logits, injected_bits, row_bits
 
 from keysieve import IndexerSpec
 from keysieve.testing import (
@@ -24,6 +21,9 @@ from keysieve.testing import (
     pattern_case,
     scores_of_key16,
 )
+from oracle.score import gather_keys
+from oracle.select import key16
+from oracle.step import expected_logits, injected_bits, row_bits
 
 FORMATS = ("fp8_fp32", "fp8_ue8m0", "mxfp4")
 
@@ -114,7 +114,7 @@ def test_bitwise_comparison_sees_signs_and_payloads() -> None:
         assert_bitwise_equal(zero, minus, "zeros")
     nan = torch.tensor([float("nan")])
     assert_bitwise_equal(nan, nan.clone(), "equal payloads")
-    with pytest.raises(AssertionError, match="expected torch.int32"):
+    with pytest.raises(AssertionError, match=r"expected torch\.int32"):
         assert_bitwise_equal(zero, torch.tensor([0], dtype=torch.int32), "dtypes")
     with pytest.raises(AssertionError, match=r"in rows \[1\]"):
         assert_bitwise_equal(torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]]), "rows")

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+
 from oracle.numbers import E4M3, bf16_bits, bf16_fma, bf16_round, bf16_value, bits_of_values, e2m1
 from oracle.select import canonical, key16, select
 
