@@ -29,7 +29,7 @@ from keysieve.api import DecodeIndexer
 from keysieve.cache import IndexCache
 from keysieve.checks import UnsupportedError, message, refuse
 from keysieve.integrations.transformers_scores import EXPRESSION, DeferredKeys, Scoring
-from keysieve.integrations.transformers_store import LayerStore, Visibility, first_written, own_keys
+from keysieve.integrations.transformers_store import LayerStore, Visibility, Work, first_written, own_keys
 from keysieve.quantize import quantize_query
 from keysieve.spec import MAX_NEXT_N, IndexerSpec
 
@@ -160,9 +160,18 @@ class PatchedIndexer:
         self.name = f"{name} ({type(module).__name__})"
         self.layer = int(getattr(module, "layer_idx", 0))
         self.spec = _spec_of(module, self.name, key_format, numerics)
+        self.work = Work()
+        """Keys quantised so far and stores rebuilt, over all caches; for reports and tests."""
         self._stores: weakref.WeakKeyDictionary[Any, LayerStore] = weakref.WeakKeyDictionary()
         self._had_own_forward = "forward" in vars(module)
         self._original = module.forward
+        if isinstance(getattr(self._original, "__self__", None), PatchedIndexer):
+            refuse(
+                self.name,
+                got="a module that is patched already",
+                accepted="one patch of a model at a time",
+                remedy="Remove the other patch first.",
+            )
         self._signature = inspect.signature(self._original)
         names = [n for n in ("cache", "past_key_values") if n in self._signature.parameters]
         if not names:
@@ -181,8 +190,8 @@ class PatchedIndexer:
             refuse(
                 self.name,
                 got="a forward that something else has replaced since",
-                accepted="patches removed in the reverse order of their making",
-                remedy="Remove the later patch first.",
+                accepted="replacements removed in the reverse order of their making",
+                remedy="Undo the later replacement first.",
             )
         if self._had_own_forward:
             self.module.forward = self._original
@@ -206,7 +215,7 @@ class PatchedIndexer:
 
     def new_store(self, keys: torch.Tensor) -> LayerStore:
         """An empty store for keys ``[batch, tokens, 128]``."""
-        return LayerStore(self.spec, keys.shape[0], keys.device)
+        return LayerStore(self.spec, keys.shape[0], keys.device, self.work)
 
     def store_of(self, cache: Any, keys: torch.Tensor) -> LayerStore:
         """The store that follows ``cache``; a new one if its batch or device has changed."""
@@ -254,8 +263,8 @@ class PatchedIndexer:
             columns = view.columns[:, None, :].expand(-1, positions.shape[1], -1).gather(2, columns)
         if self.owner.scatters:
             # eager and sdpa scatter the ids into a mask, where -1 is an error on the CPU and undefined on a GPU.
-            # Naming the row's first key again changes nothing there. A row that sees nothing names column 0, which
-            # its own causal mask keeps out.
+            # Naming the row's first key again changes nothing there. A row that sees nothing names a column that
+            # its own causal mask keeps out anyway.
             columns = torch.where(empty, columns[..., :1], columns)
         else:
             columns = columns.masked_fill(empty, -1)

@@ -63,20 +63,31 @@ class Visibility:
         return cls(alive, rank, lengths, columns)
 
 
+@dataclass
+class Work:
+    """What following the model's caches took.
+
+    Attributes:
+        appended: keys quantised, those of rebuilds included.
+        rebuilds: times a store was written anew because the model's keys had changed under it.
+    """
+
+    appended: int = 0
+    rebuilds: int = 0
+
+
 class LayerStore:
     """The quantised keys of one indexer layer for one transformers cache: pages, their table, and what they mirror.
 
     Page ``p`` of request ``b`` is page id ``p * batch + b``, so the pool grows for all requests without renumbering.
     """
 
-    def __init__(self, spec: IndexerSpec, batch: int, device: torch.device):
+    def __init__(self, spec: IndexerSpec, batch: int, device: torch.device, work: Work):
         self.spec, self.batch, self.device = spec, batch, device
         self.pages_per_request = 0
         self.cache = IndexCache.empty(spec, pages=batch, device=device)
         self.index_table = torch.empty((batch, 0), dtype=torch.int32, device=device)
-        self.appended = 0
-        """Keys quantised so far, those of rebuilds included; for reports."""
-        self.rebuilds = 0
+        self.work = work
         self._rank: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._version = -1
@@ -111,16 +122,16 @@ class LayerStore:
         if not torch.equal(torch.where(stored > 0, view.rank, 0), stored):
             # Padding has moved, so positions have: everything is written anew.
             stored.zero_()
-            self.rebuilds += 1
+            self.work.rebuilds += 1
         elif self._rank is not None and kept == 0:
-            self.rebuilds += 1
+            self.work.rebuilds += 1
         fresh = view.alive & (stored == 0)
         request, column = fresh.nonzero(as_tuple=True)
         position = view.rank[request, column] - 1
         self._grow(int(view.rank.max()))
         page = position // PAGE * self.batch + request
         self.cache.append(keys[request, column], page * PAGE + position % PAGE)
-        self.appended += int(request.numel())
+        self.work.appended += int(request.numel())
         self._rank = view.rank
         self._source = keys
         self._version = -1 if keys.is_inference() else keys._version
