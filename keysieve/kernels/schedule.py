@@ -18,16 +18,23 @@ from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx, scan
 from keysieve.device.paged import ceil_div_pow2
+from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
+
+__all__ = [
+    "FLAG_BAD_LENGTH",
+    "FLAG_BAD_PAGE",
+    "FLAG_OVERFLOW",
+    "block_range",
+    "build_prefix",
+    "find_request",
+    "longest_row",
+    "prefix_word",
+    "tiles_and_half",
+    "tiles_before",
+    "usable_length",
+]
 
 LOG2_TILE = 7
-LOG2_PAGE = 6
-
-FLAG_BAD_PAGE = 0
-"""Bit of the device flag word: a needed page id was outside the pool; the logits of its keys are NaN."""
-FLAG_BAD_LENGTH = 1
-"""Bit: a length beyond the page table or max_context; its row is treated as empty."""
-FLAG_OVERFLOW = 2
-"""Bit: the step needs more logits than the buffer holds; requests that do not fit whole are treated as empty."""
 
 
 def usable_length(length: Int32, limit: Int32) -> Int32:

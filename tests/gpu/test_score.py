@@ -1,0 +1,210 @@
+"""The sm90 scorer: exact values within the derived bound, and bits that depend on nothing but the row and the keys."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import score_cases as sc
+import torch
+from harness import cases
+
+from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
+from keysieve.testing.score_bound import logit_bound
+
+SHAPES = [
+    (8, 1, "compact", "fp8_fp32", "float32"),
+    (8, 5, "pitched", "fp8_ue8m0", "bfloat16"),
+    (16, 3, "compact", "fp8_ue8m0", "float32"),
+    (16, 8, "pitched", "fp8_fp32", "float32"),
+    (32, 1, "compact", "fp8_fp32", "float32"),
+    (32, 1, "pitched", "fp8_ue8m0", "bfloat16"),
+    (32, 2, "compact", "fp8_fp32", "bfloat16"),
+    (32, 3, "compact", "fp8_ue8m0", "float32"),
+    (32, 4, "compact", "fp8_fp32", "float32"),
+    (32, 7, "pitched", "fp8_fp32", "float32"),
+    (32, 8, "compact", "fp8_fp32", "float32"),
+    (64, 1, "compact", "fp8_ue8m0", "float32"),
+    (64, 2, "pitched", "fp8_fp32", "float32"),
+    (64, 3, "compact", "fp8_fp32", "bfloat16"),
+    (64, 4, "compact", "fp8_fp32", "float32"),
+    (64, 5, "compact", "fp8_ue8m0", "float32"),
+    (64, 8, "compact", "fp8_fp32", "float32"),
+]
+EDGES = [0, -3, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257]
+
+
+def ragged(rows: int, seed: int, longest: int = 3000) -> list[int]:
+    """Row lengths around every edge, empty and negative ones in between, at least one at `longest`."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([*EDGES, draw.randint(1, longest), draw.randint(1, longest)]) for _ in range(rows)]
+    lengths[draw.randrange(rows)] = longest
+    return lengths
+
+
+def same_rows(a: list[torch.Tensor | None], b: list[torch.Tensor | None], what: str) -> None:
+    """Bitwise equality of row lists."""
+    assert len(a) == len(b)
+    for t, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert (x is None) == (y is None), f"{what}: row {t} scored in one of the two only"
+        if x is not None and y is not None:
+            assert torch.equal(x, y), f"{what}: row {t} differs in {int((x != y).sum())} of {len(x)} logits"
+
+
+@cases(*SHAPES)
+def test_bound(device: torch.device, case: tuple[int, int, str, str, str]) -> None:
+    """Every logit lies within the derived bound of the exact one; tops, starts and tails are as the contract says."""
+    config = sc.config_of(*case)
+    p = sc.problem(device, config, ragged(24 * config.next_n, seed=sum(case[:2])), seed=5)
+    result = sc.run(p)
+    assert result.flag == 0
+    sc.assert_frame(p, result)
+    for t, row in enumerate(sc.rows_of(p, result)):
+        if row is None:
+            continue
+        got = row.view(torch.bfloat16).double()
+        exact, magnitude = sc.exact_row(p, t)
+        excess = (got - exact).abs() - logit_bound(exact, magnitude, config.heads)
+        assert bool((excess <= 0).all()), f"row {t}: {float(excess.max())} above the bound"
+        # The bound is a worst case; what the hardware does on ordinary data is three orders nearer.
+        near = (got - exact).abs() - exact.abs() * 2.0**-8
+        assert bool((near <= magnitude * 2.0**-14).all()), f"row {t}: far from the exact logits"
+
+
+@cases(*SHAPES)
+def test_row_alone_and_in_any_company(device: torch.device, case: tuple[int, int, str, str, str]) -> None:
+    """A row has the same bits as one of next_n rows in a batch, as a request of its own, and alone."""
+    p = sc.problem(device, sc.config_of(*case), ragged(16 * case[1], seed=3), seed=6)
+    together = sc.rows_of(p, sc.run(p))
+    every = list(range(len(p.lengths)))
+    single = p.rows(every)
+    same_rows(together, sc.rows_of(single, sc.run(single)), "next_n and 1")
+    for t in every[:: max(1, len(every) // 8)]:
+        alone = p.rows([t])
+        same_rows([together[t]], sc.rows_of(alone, sc.run(alone)), f"row {t} alone")
+
+
+@cases((32, 1), (32, 4), (64, 8), (16, 2))
+def test_any_number_of_blocks(device: torch.device, case: tuple[int, int]) -> None:
+    """The cut into blocks leaves no trace in the bits."""
+    p = sc.problem(device, sc.config_of(*case), ragged(12 * case[1], seed=8, longest=9000), seed=7)
+    want = sc.rows_of(p, sc.run(p))
+    for blocks in (1, 2, 7, 64, 131, 200):
+        same_rows(want, sc.rows_of(p, sc.run(p, blocks=blocks)), f"{blocks} blocks")
+
+
+@cases(8448, 8464, 12304, 38016)
+def test_page_placement(device: torch.device, case: int) -> None:
+    """Pages elsewhere, with any 16-byte stride between them: the same bits."""
+    config = sc.config_of(32, 2)
+    p = sc.problem(device, config, ragged(32, seed=9), seed=8)
+    want = sc.rows_of(p, sc.run(p))
+    pages = p.cache.shape[0]
+    generator = torch.Generator(device=device).manual_seed(case)
+    order = torch.randperm(2 * pages, device=device, generator=generator)[:pages]
+    cache = sc.empty_pool(device, 2 * pages, case)
+    sc.page_bytes(cache)[order] = sc.page_bytes(p.cache)
+    real = (p.table >= 0) & (p.table < pages)
+    table = torch.where(real, order[p.table.clamp(0, pages - 1).long()].int(), torch.full_like(p.table, -9))
+    moved = replace(p, cache=cache, table=table)
+    same_rows(want, sc.rows_of(moved, sc.run(moved)), f"stride {case}")
+
+
+def test_pages_beyond_four_gibibytes(device: torch.device) -> None:
+    """Page offsets pass 2^32 bytes."""
+    p = sc.problem(device, sc.config_of(32, 1), [700, 64, 1], seed=9)
+    want = sc.rows_of(p, sc.run(p))
+    pages, stride = p.cache.shape[0], (1 << 28) + 16
+    raw = torch.empty((pages - 1) * stride + sc.PAGE_BYTES, dtype=torch.uint8, device=device)
+    cache = raw.as_strided((pages, 64, 132), (stride, 132, 1))
+    sc.page_bytes(cache)[:] = sc.page_bytes(p.cache)
+    assert int(p.table[0, :11].max()) * stride > 1 << 32
+    far = replace(p, cache=cache)
+    same_rows(want, sc.rows_of(far, sc.run(far)), "far pages")
+
+
+@cases((32, 1, 512), (32, 2, 100), (64, 4, 2048))
+def test_short_requests_are_not_scored(device: torch.device, case: tuple[int, int, int]) -> None:
+    """Under the compact layout a request whose rows all fit topk is skipped, and no page of it is even looked up."""
+    heads, next_n, topk = case
+    lengths = ragged(40 * next_n, seed=11, longest=5000)
+    for j in range(next_n):
+        lengths[j] = topk - j
+        lengths[next_n + j] = topk + 1 if j == 0 else 3
+    p = sc.problem(device, sc.config_of(heads, next_n), lengths, seed=10)
+    p.table[0, :] = sc.POISON_ID
+    result = sc.run(p, topk=topk)
+    assert result.flag == 0
+    sc.assert_frame(p, result, topk)
+    rows = sc.rows_of(p, result, topk)
+    assert rows[0] is None and rows[next_n] is not None
+    for t, row in enumerate(sc.rows_of(p, sc.run(p), 0)):
+        if rows[t] is not None and row is not None:
+            assert torch.equal(rows[t], row)
+
+
+@cases((1, 32), (3, 32), (5000, 8))
+def test_many_small_requests(device: torch.device, case: tuple[int, int]) -> None:
+    """4,096 requests of a few keys, and ones that are empty for long stretches."""
+    seed, heads = case
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 0, draw.randint(1, 300), 5]) for _ in range(4096)]
+    lengths[1000:3000] = [0] * 2000
+    p = sc.problem(device, sc.config_of(heads, 1), lengths, seed=seed)
+    result = sc.run(p)
+    assert result.flag == 0
+    sc.assert_frame(p, result)
+    pick = [t for t in range(4096) if lengths[t] > 0][::37]
+    rows = sc.rows_of(p, result)
+    alone = p.rows(pick)
+    same_rows([rows[t] for t in pick], sc.rows_of(alone, sc.run(alone)), "picked rows")
+
+
+@cases("compact", "pitched")
+def test_bad_page_ids(device: torch.device, case: str) -> None:
+    """Logits of a page outside the pool are the canonical NaN, a flag is raised, the rest is as before."""
+    p = sc.problem(device, sc.config_of(32, 2, case), [900, 870, 333, 500], seed=12)
+    want = sc.rows_of(p, sc.run(p))
+    table = p.table.clone()
+    table[0, 2], table[0, 13], table[1, 7] = -1, p.cache.shape[0], 2**31 - 1
+    result = sc.run(replace(p, table=table))
+    assert result.flag == 1 << FLAG_BAD_PAGE
+    for t, row in enumerate(sc.rows_of(p, result)):
+        assert row is not None and want[t] is not None
+        spoiled = torch.zeros(len(row), dtype=torch.bool, device=device)
+        for page in (2, 13) if t < 2 else (7,):
+            spoiled[page * 64 : (page + 1) * 64] = True
+        assert bool(((row[spoiled].to(torch.int32) & 0xFFFF) == 0xFFC0).all())
+        assert torch.equal(row[~spoiled], want[t][~spoiled])
+
+
+@cases("compact", "pitched")
+def test_bad_lengths(device: torch.device, case: str) -> None:
+    """A length beyond the table or max_context makes its row empty, raises a flag and disturbs nobody."""
+    p = sc.problem(device, sc.config_of(32, 2, case), [900, 870, 333, 500, 40, 2], seed=13)
+    want = sc.rows_of(p, sc.run(p))
+    beyond = replace(p, lengths=(900, p.limit + 1, 333, 500, 2**31 - 1, 2))
+    result = sc.run(beyond)
+    assert result.flag == 1 << FLAG_BAD_LENGTH
+    sc.assert_frame(beyond, result)
+    same_rows([want[0], None, want[2], want[3], None, want[5]], sc.rows_of(beyond, result), "lengths")
+    bounded = replace(p, max_context=500)
+    result = sc.run(bounded)
+    assert result.flag == 1 << FLAG_BAD_LENGTH
+    same_rows([None, None, *want[2:]], sc.rows_of(bounded, result), "max_context")
+
+
+def test_full_buffer(device: torch.device) -> None:
+    """Requests that do not fit the compact buffer whole are not written, and a flag tells."""
+    p = sc.problem(device, sc.config_of(32, 2), [900, 870, 333, 500, 40, 2], seed=14)
+    want = sc.rows_of(p, sc.run(p))
+    capacity = 2 * 128 * (8 + 4)  # requests 0 and 1 fit exactly
+    result = sc.run(p, capacity=capacity)
+    assert result.flag == 1 << FLAG_OVERFLOW
+    assert bool((result.logits[capacity:] == sc.SENTINEL).all())
+    rows = sc.rows_of(p, result)
+    same_rows(want[:4], rows[:4], "requests that fit")
+    result = sc.run(p, capacity=capacity - 2 * 128)
+    assert result.flag == 1 << FLAG_OVERFLOW
+    assert bool((result.logits[2 * 128 * 8 :] == sc.SENTINEL).all()), "a request that does not fit whole was written"
+    same_rows(want[:2], sc.rows_of(p, result)[:2], "request 0")
