@@ -94,7 +94,8 @@ def _compile_into(cache: store.Store, kernel: Kernel, config: Any, arch: str, na
     from keysieve.compile.build import build
 
     built = build(kernel, config, arch)
-    facts = {"symbol": built.symbol, "arch": arch, "form": built.form, "facts": asdict(built.facts)}
+    described = {"symbol": built.symbol, "arch": arch, "form": built.form, "facts": asdict(built.facts)}
+    facts = json.loads(json.dumps(described))  # as a later process will read them
     path = cache.put(name, built.form, built.image, facts)
     status = "compiled"
     if path is None:

@@ -103,9 +103,9 @@ class Store:
             path = self.path(name, form)
             try:
                 decode(path.read_bytes())
-            except FileNotFoundError:
+            except OSError:
                 continue
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 return f"{path}: {error}"
         return None
 
