@@ -330,6 +330,9 @@ class DecodeIndexer:
             )
             self._check_limits(step, site)
             result = self._outputs(step.rows, step.codes.device, positions, out, counts)
+            if self.dcp is not None:
+                step = self._runner.within_limits(step)
+                self._runner.check_local(self.dcp.local_lens(step.seq_lens), place)
             logits = None if self.dcp is None else self._own_logits(self.dcp, step)
         if self.dcp is not None and logits is not None:
             self._exchange(self.dcp, step, logits, place, result, site)
@@ -374,7 +377,11 @@ class DecodeIndexer:
         chosen = _buffer("out", out, shape, device)
         number = _buffer("counts", counts, (rows,), device)
         if isinstance(positions, torch.Tensor):
-            return Selection(chosen, number, check_output("positions", positions, shape, device))
+            check_output("positions", positions, shape, device)
+            if rows and positions.data_ptr() == chosen.data_ptr():
+                remedy = "Allocate two buffers."
+                refuse("positions", got="the buffer given as out", accepted="another buffer", remedy=remedy)
+            return Selection(chosen, number, positions)
         return Selection(chosen, number, torch.empty(shape, dtype=torch.int32, device=device) if positions else None)
 
     def _own_logits(self, dcp: ContextParallel, step: Step) -> torch.Tensor:

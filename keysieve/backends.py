@@ -40,8 +40,14 @@ class Runner(Protocol):
     def run(self, step: Step, place: Placement, out: Selection) -> None:
         """Fill every entry of ``out``; a refusal comes before the first write."""
 
+    def within_limits(self, step: Step) -> Step:
+        """For decode context parallelism: rows longer than ``max_context`` made empty where the host sees lengths."""
+
+    def check_local(self, local_lens: torch.Tensor, place: Placement) -> None:
+        """Refuse a KV block table too narrow for this rank's lengths, where the host sees lengths."""
+
     def local_logits(self, step: Step) -> torch.Tensor:
-        """BF16 ``[rows, >= longest]``, indexed by local key, for decode context parallelism."""
+        """BF16 ``[rows, >= longest]``, indexed by key, for decode context parallelism; the step's lengths are local."""
 
     def check(self) -> None:
         """Raise DeviceFault if a kernel raised its flag since the last check; may synchronise."""
@@ -218,8 +224,12 @@ def supports(
 def as_device(device: torch.device | str) -> torch.device:
     """``device`` as a torch.device, with torch's own complaint turned into a refusal."""
     try:
-        return torch.device(device)
+        named = torch.device(device)
     except (RuntimeError, TypeError) as error:
         remedy = "Name a device such as 'cpu' or 'cuda:0'."
         text = message("device", got=repr(device), accepted="a torch device", remedy=remedy)
         raise KeysieveError(text) from error
+    # As the devices of tensors are named: a CUDA device has its index, the CPU has none.
+    if str(named) == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if named.type == "cpu" else named

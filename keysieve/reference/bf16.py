@@ -50,7 +50,7 @@ def head_sum_bf16(dots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         weights: bfloat16 ``[heads, n]``.
     """
     relu = dots.clamp_min(0.0).to(torch.bfloat16)
-    sums = torch.zeros(_SUMS, *dots.shape[1:], dtype=torch.bfloat16)
+    sums = torch.zeros(_SUMS, *dots.shape[1:], dtype=torch.bfloat16, device=dots.device)
     for h in range(0, dots.shape[0], _SUMS):
         sums = fma_bf16(relu[h : h + _SUMS], weights[h : h + _SUMS, :, None], sums)
     # The sum of two BF16 fits float32 to within an innocuous double rounding (24 >= 2 * 8 + 2 bits).

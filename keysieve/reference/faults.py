@@ -25,6 +25,11 @@ class Faults:
         if len(self.texts) < _KEPT:
             self.texts.append(text)
 
+    def extend(self, other: Faults) -> None:
+        """Add the faults of another call."""
+        self.texts += other.texts[: _KEPT - len(self.texts)]
+        self.count += other.count
+
     def __bool__(self) -> bool:
         return self.count > 0
 

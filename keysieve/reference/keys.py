@@ -18,7 +18,7 @@ _NEG_ZERO_INT16 = -0x8000
 
 def _key16_of_bits() -> torch.Tensor:
     """int32 ``[65536]``: the key16 of every BF16 bit pattern, foreign ones included."""
-    bits = torch.arange(1 << 16, dtype=torch.int32)
+    bits = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     magnitude = bits & 0x7FFF
     key = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits ^ 0x8000)
     key[magnitude == 0] = KEY16_ZERO
@@ -36,7 +36,7 @@ def key16(logits: torch.Tensor) -> torch.Tensor:
     """
     # A table of 256 KiB is read faster than the arithmetic is done in separate tensor operations.
     bits = logits.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    return _KEY16.index_select(0, bits.reshape(-1)).view(bits.shape)
+    return _KEY16.to(bits.device).index_select(0, bits.reshape(-1)).view(bits.shape)
 
 
 def logits_of_key16(key: torch.Tensor) -> torch.Tensor:

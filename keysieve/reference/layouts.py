@@ -79,8 +79,8 @@ def pack_compact(
     Returns:
         ``(bfloat16 [elements], uint16 [elements / 8])``.
     """
-    packed = torch.full((layout.elements,), fill, dtype=torch.bfloat16)
-    tops = torch.full((layout.elements // GROUP,), tops_fill, dtype=torch.int32)
+    packed = torch.full((layout.elements,), fill, dtype=torch.bfloat16, device=logits.device)
+    tops = torch.full((layout.elements // GROUP,), tops_fill, dtype=torch.int32, device=logits.device)
     for t, (length, start) in enumerate(zip(layout.lengths, layout.starts, strict=True)):
         if length <= 0 or not layout.scored(t):
             continue
@@ -94,7 +94,7 @@ def pack_compact(
 def row_tops(row: torch.Tensor) -> torch.Tensor:
     """int32 ``[ceil(n / 8)]``: the largest key16 of each aligned 8 of ``row`` (bfloat16 ``[n]``, ``n >= 1``)."""
     groups = -(-row.numel() // GROUP)
-    keys = torch.zeros(groups * GROUP, dtype=torch.int32)  # 0 is below every key
+    keys = torch.zeros(groups * GROUP, dtype=torch.int32, device=row.device)  # 0 is below every key
     keys[: row.numel()] = key16(row)
     return keys.view(groups, GROUP).amax(1)
 
@@ -125,7 +125,7 @@ def pack_pitched(logits: torch.Tensor, lengths: Lengths, pitch: int, *, fill: fl
     """
     lens = _as_lengths(lengths)
     _check_pitch(pitch, max(lens, default=0))
-    packed = torch.full((len(lens), pitch), fill, dtype=torch.bfloat16)
+    packed = torch.full((len(lens), pitch), fill, dtype=torch.bfloat16, device=logits.device)
     for t, length in enumerate(lens):
         packed[t, :length] = logits[t, :length]
     return packed.view(-1)

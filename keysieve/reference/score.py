@@ -35,13 +35,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def _e4m3_values() -> torch.Tensor:
     """float64 ``[256]``: the value of every E4M3 code."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float64)
 
 
 def _e2m1_pairs() -> torch.Tensor:
     """complex128 ``[256]``: the two values of every E2M1 byte, the low nibble (even element) as the real part."""
-    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float64)
-    byte = torch.arange(256)
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float64, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.complex(values[byte & 15], values[byte >> 4])
 
 
@@ -195,6 +195,7 @@ def check_max_len(max_len: Any) -> int | None:
     return require_int("max_len", max_len, 0, MAX_CONTEXT, "Give the width of the result in keys, or None.")
 
 
+@torch.no_grad()
 def score_checked(step: Step, max_len: int | None, faults: Faults) -> torch.Tensor:
     """BF16 ``[rows, max_len]`` of a checked step; ``max_len`` None: the longest length.
 
@@ -205,7 +206,7 @@ def score_checked(step: Step, max_len: int | None, faults: Faults) -> torch.Tens
         limits.append((max_len, "max_len"))
     lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
     width = max(lengths, default=0) if max_len is None else max_len
-    logits = torch.empty(step.rows, width, dtype=torch.bfloat16)
+    logits = torch.empty(step.rows, width, dtype=torch.bfloat16, device="cpu")
     return score_step_(step, step.spec.numerics_on("cpu"), lengths, logits, faults)
 
 

@@ -24,24 +24,26 @@ class CpuRunner:
         self.plan = plan
         self.faults = Faults()
         self._numerics = plan.problem.spec.numerics_on("cpu")
-        self._logits = torch.empty(plan.logits_elements, dtype=torch.bfloat16)
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            self._logits = _logits_buffer(plan.logits_elements)
 
-    def lengths(self, step: Step, place: Placement) -> list[int]:
-        """Usable lengths of every row; a row beyond the limits is empty, with a fault."""
-        limits = [(self.plan.problem.max_context, "max_context"), (step.table_keys, "the index table")]
-        if place.table_keys is not None:
-            limits.append((place.table_keys, "the KV block table"))
-        return usable_lengths(step.seq_lens.tolist(), limits, self.faults)
-
+    @torch.no_grad()
     def run(self, step: Step, place: Placement, out: Selection) -> None:
         """One step without context parallelism: fill ``out`` (every entry of it).
+
+        A row longer than the tables or than ``max_context`` is empty, with a fault.
 
         Raises:
             KeysieveError: the step needs more than ``max_total_keys``; nothing was written.
         """
-        lengths = self.lengths(step, place)
+        limits = [(self.plan.problem.max_context, "max_context"), (step.table_keys, "the index table")]
+        if place.table_keys is not None:
+            limits.append((place.table_keys, "the KV block table"))
+        faults = Faults()
+        lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
         self._check_total(lengths, step)
-        positions = torch.empty(out.rows.shape, dtype=torch.int32) if out.positions is None else out.positions
+        self.faults.extend(faults)
+        positions = torch.empty_like(out.rows) if out.positions is None else out.positions
         topk, n = step.spec.topk, step.next_n
         scorer = Scorer(step, self._numerics)
         for request in range(step.requests):
@@ -53,28 +55,34 @@ class CpuRunner:
                 scorer.score_request(request, of_request, logits, self.faults)
             for j, length in enumerate(of_request):
                 out.counts[first + j] = select_row_(logits[j], length, topk, positions[first + j])
-        write_rows_(positions, place, out.rows)
+        if place.kv_table is not None:
+            positions = physical_rows(positions, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows)
+        out.rows.copy_(positions)
 
+    def within_limits(self, step: Step) -> Step:
+        """The step with rows longer than ``max_context`` made empty, with a fault: the same on every rank."""
+        limits = [(self.plan.problem.max_context, "max_context")]
+        lengths = usable_lengths(step.seq_lens.tolist(), limits, self.faults)
+        return step.with_lengths(torch.tensor(lengths, dtype=torch.int32, device="cpu"), None)
+
+    def check_local(self, local_lens: torch.Tensor, place: Placement) -> None:
+        """Refuse a KV block table too narrow for this rank's lengths (decode context parallelism)."""
+        _refuse_narrow("kv_table", place.table_keys, max(local_lens.tolist(), default=0))
+
+    @torch.no_grad()
     def local_logits(self, step: Step) -> torch.Tensor:
         """BF16 ``[rows, longest]`` over the step's lengths (decode context parallelism: this rank's own keys).
 
         Raises:
-            KeysieveError: a length beyond this rank's index table. The row cannot be left empty on one rank alone.
+            KeysieveError: a length beyond this rank's index table.
         """
         lengths = [max(int(length), 0) for length in step.seq_lens.tolist()]
         longest = max(lengths, default=0)
-        if longest > step.table_keys:
-            refuse(
-                "index_table",
-                got=f"columns for {step.table_keys} keys, with {longest} keys of a row on this rank",
-                accepted="a column for every page that a row needs on this rank",
-                remedy="Widen this rank's index table.",
-            )
+        _refuse_narrow("index_table", step.table_keys, longest)
         needed = step.rows * longest
         # A replicated cache whose pages are shared by ranks is scored whole: more than this rank's own keys.
-        buffer = self._logits if needed <= self._logits.numel() else torch.empty(needed, dtype=torch.bfloat16)
-        logits = buffer[:needed].view(step.rows, longest)
-        return score_step_(step, self._numerics, lengths, logits, self.faults)
+        buffer = self._logits if needed <= self._logits.numel() else _logits_buffer(needed)
+        return score_step_(step, self._numerics, lengths, buffer[:needed].view(step.rows, longest), self.faults)
 
     def check(self) -> None:
         """Report and forget the faults of all calls since the last check.
@@ -87,10 +95,8 @@ class CpuRunner:
 
     def _check_total(self, lengths: list[int], step: Step) -> None:
         bound = self.plan.problem.max_total_keys
-        if bound is None:
-            return
         needed = compact_elements(lengths, step.next_n, step.spec.topk)
-        if needed > bound:
+        if bound is not None and needed > bound:
             refuse(
                 "max_total_keys",
                 got=f"a step that needs {needed} elements of logits",
@@ -99,8 +105,16 @@ class CpuRunner:
             )
 
 
-def write_rows_(positions: torch.Tensor, place: Placement, out: torch.Tensor) -> None:
-    """Write the physical rows of ``positions [rows, topk]`` (without a KV table: the positions) into ``out``."""
-    if place.kv_table is not None:
-        positions = physical_rows(positions, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows)
-    out.copy_(positions)
+def _logits_buffer(elements: int) -> torch.Tensor:
+    return torch.empty(elements, dtype=torch.bfloat16, device="cpu")
+
+
+def _refuse_narrow(name: str, keys: int | None, longest: int) -> None:
+    """Refuse a table of one context-parallel rank: a row cannot be left empty on one rank alone."""
+    if keys is not None and longest > keys:
+        refuse(
+            name,
+            got=f"columns for {keys} keys, with {longest} keys of a row on this rank",
+            accepted="a column for every page that a row needs on this rank",
+            remedy="Widen this rank's table.",
+        )

@@ -42,7 +42,7 @@ def select_positions(keys: torch.Tensor, k: int) -> torch.Tensor:
     """
     n = keys.numel()
     if n <= k:
-        return torch.arange(n)
+        return torch.arange(n, device=keys.device)
     threshold = threshold16(keys, k)
     taken = keys > threshold
     ties = torch.nonzero(keys == threshold).view(-1)
@@ -63,7 +63,7 @@ def select_row_(logits: torch.Tensor, length: int, k: int, out: torch.Tensor) ->
     if length > k:
         out[:count] = select_positions(key16(logits[:length]), k)
     else:
-        out[:count] = torch.arange(count, dtype=torch.int32)
+        out[:count] = torch.arange(count, dtype=torch.int32, device=out.device)
     out[count:] = -1
     return count
 
@@ -71,9 +71,9 @@ def select_row_(logits: torch.Tensor, length: int, k: int, out: torch.Tensor) ->
 def select(logits: torch.Tensor, lengths: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions int32 ``[rows, k]`` and counts int32 ``[rows]`` of BF16 ``logits [rows, any]``, no checks."""
     rows = len(lengths)
-    positions = torch.empty(rows, k, dtype=torch.int32)
+    positions = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     counts = [select_row_(logits[t], lengths[t], k, positions[t]) for t in range(rows)]
-    return positions, torch.tensor(counts, dtype=torch.int32)
+    return positions, torch.tensor(counts, dtype=torch.int32, device=logits.device)
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ def check_topk(
     return TopkCall(logits, lens, places, place, owner)
 
 
+@torch.no_grad()
 def topk_checked(call: TopkCall, faults: Faults) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions or physical rows int32 ``[rows, k]`` and counts int32 ``[rows]`` of a checked call on the CPU."""
     limits = [(call.logits.shape[1], "the logits' row")]

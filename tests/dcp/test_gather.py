@@ -137,7 +137,7 @@ def _uneven(rank: int, world: int, case: Case, odd_rank: int, odd: str, timeout:
         elif odd == "sleeps":
             time.sleep(timeout + 1.0)
         elif odd == "refused":
-            mine = replace(mine, seq_lens=mine.seq_lens.clone().fill_(100_000))
+            mine = replace(mine, index_table=mine.index_table[:, :1])
         elif odd == "dtype":
             mine = replace(mine, weights=mine.weights.double())
     outputs = [torch.full((mine.rows, case.spec.topk), 77, dtype=torch.int32) for _ in range(2)]
