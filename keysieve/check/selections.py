@@ -168,11 +168,14 @@ class Shards:
         k = rng.choice([1, 2, 3, 8, 31, 32, 33, 64, 200, 512])
         n = rng.choice([1, max(1, k // world), min(k, k // world + 3), k, rng.randint(1, k)])
         rows = rng.randint(1, 3)
-        if rng.random() < 0.04:  # local indices beyond 16 and 17 bits
-            world, rows, sizes = rng.choice([1, 2]), 1, [rng.choice([65536, 65537, 140000])]
+        far = rng.random() < 0.06
+        if far:  # local indices beyond 16 and 17 bits, with winners there
+            world, rows, sizes = 1, 1, [rng.choice([65536, 65537, 70000, 140000])]
         else:
             sizes = [rng.choice([0, 1, k, k + 1, rng.randint(0, 40), rng.randint(0, 1200)]) for _ in range(rows)]
         logits = draw_rows(sizes, k, rng, gen)
+        if far:
+            logits[0, -3:] = 1e38
         # The longest local length needs this many planes; more are allowed, and all ranks agree on them.
         planes = max(1, (max(max(sizes), 1) - 1).bit_length() - 16) + rng.choice([0, 0, 1])
         return ShardTrial(logits, sizes, k, n, world, interleave, planes, rng.random() < 0.5)

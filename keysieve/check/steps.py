@@ -16,10 +16,11 @@ from keysieve.api import DecodeIndexer, score
 from keysieve.backends import DeviceFaultWarning
 from keysieve.cache import IndexCache
 from keysieve.check import brute
+from keysieve.check.hostile import hostile_case
 from keysieve.check.trial import Mismatch, Scope, bits16, generators, pool_of, shown, thirds
 from keysieve.check.writers import require
 from keysieve.checks import DeviceFault
-from keysieve.spec import PAGE
+from keysieve.spec import FORMATS, PAGE, IndexerSpec
 from keysieve.testing import Case, draw_case, guarded_rows
 
 BAD_PAGES = (-1, -(2**31), 2**31 - 1)
@@ -49,25 +50,26 @@ class StepTrial:
 # --- drawing and shrinking -----------------------------------------------------------------------------------------
 
 
-def draw_step(seed: int, scope: Scope) -> StepTrial:
+def draw_step(seed: int, scope: Scope, hostile: float = 0.2) -> StepTrial:
     """A case of anything, now and then a long one, now and then with page ids or lengths that must be caught."""
     rng, gen = generators(seed)
-    numerics = rng.choice(["fp32", "fp32", "bf16"])
-    given: dict[str, Any] = {"numerics": numerics}
+    given: dict[str, Any] = {"numerics": rng.choice(["fp32", "fp32", "bf16"])}
     if scope.specs is not None:
         given["key_format"], given["heads"], given["next_n"] = rng.choice(scope.specs)
-    # BF16 arithmetic on unbounded integers is slow; contexts past 16384 keys cross the cpu backend's chunks.
-    size = rng.choices(["small", "medium", "long"], [0.75, 0.2, 0.05])[0]
-    contexts = {"small": 400, "medium": 2500, "long": 40000}
-    if size != "small" and scope.specs is None:
-        given["heads"] = 8
-    if size == "long":
-        given["numerics"] = "fp32"
-        given.setdefault("next_n", rng.choice([1, 2]))
-    case = draw_case(seed, **given, max_context=contexts[size], max_requests=1 if size == "long" else 4)
-    if size == "small" and numerics == "bf16":
-        case = _fewer_rows(case, 6)
-    if rng.random() < 0.15 and case.index_table.numel():
+    if rng.random() < hostile:
+        case = _draw_hostile(rng, seed, given)
+    else:
+        # BF16 arithmetic on unbounded integers is slow; contexts past 16384 keys cross the cpu backend's chunks.
+        size = rng.choices(["small", "medium", "long"], [0.8, 0.17, 0.03])[0]
+        contexts = {"small": 300, "medium": 2500, "long": 40000}
+        if size != "small" and scope.specs is None:
+            given["heads"] = 8
+        if size == "long":
+            given["numerics"] = "fp32"
+            given.setdefault("next_n", rng.choice([1, 2]))
+        case = draw_case(seed, **given, max_context=contexts[size], max_requests=1 if size == "long" else 4)
+        case = case if size == "long" else _fewer_rows(case, 8)
+    if rng.random() < 0.25 and case.index_table.numel():
         case = _spoil(case, rng, gen)
     return StepTrial(
         case,
@@ -77,6 +79,27 @@ def draw_step(seed: int, scope: Scope) -> StepTrial:
         int64_lengths=rng.random() < 0.2,
         extra=rng.choice([0, 0, 1, 63, 700]),
     )
+
+
+def _draw_hostile(rng: random.Random, seed: int, given: dict[str, Any]) -> Case:
+    """A case that is hostile to arithmetic, up to a few pages a row."""
+    spec = IndexerSpec(
+        heads=given.get("heads") or rng.choice([8, 8, 16, 32, 64]),
+        topk=rng.choice([1, 8, 33, 64, 100]),
+        key_format=given.get("key_format") or rng.choice(list(FORMATS)),
+        numerics=given["numerics"],
+    )
+    next_n = given.get("next_n") or rng.choice([1, 1, 2, 3])
+    lengths = [
+        [rng.choice([0, 1, 64, 65, rng.randint(1, 200)]) for _ in range(next_n)] for _ in range(rng.randint(1, 2))
+    ]
+    stride = rng.choice([None, spec.format.page_bytes + 16 * rng.randint(0, 40)])
+    return hostile_case(spec, lengths, next_n, seed, stride)
+
+
+def draw_scores(seed: int, scope: Scope) -> StepTrial:
+    """:func:`draw_step`, most of them hostile to arithmetic."""
+    return draw_step(seed, scope, hostile=0.7)
 
 
 def _spoil(case: Case, rng: random.Random, gen: torch.Generator) -> Case:
@@ -228,7 +251,7 @@ class Scores:
     """``score``: logits against the brute force (bit for bit on the CPU), and -inf past every row's length."""
 
     name = "scores"
-    draw = staticmethod(draw_step)
+    draw = staticmethod(draw_scores)
     smaller = staticmethod(smaller_steps)
     describe = staticmethod(describe_step)
 

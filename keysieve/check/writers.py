@@ -91,11 +91,13 @@ class Writers:
             keys = keys.to(torch.bfloat16)
         if rng.random() < 0.3:
             keys = torch.stack([keys, keys * 0], dim=-1).flatten(1)[:, ::2]  # strided
-        kind = rng.choice(["any", "distinct", "crowded"])
+        kind = rng.choice(["any", "distinct", "crowded", "any", "distinct", "crowded", "none"])
         slots = torch.randint(-3, pages * 64, (n,), generator=gen)
         if kind == "distinct":
             slots = torch.randperm(max(n, pages * 64), generator=gen)[:n]
             slots = torch.where(slots < pages * 64, slots, torch.full_like(slots, -1))
+        if kind == "none":
+            slots = torch.full((n,), -1)
         if kind == "crowded":
             slots = torch.randint(0, max(2, n // 4), (n,), generator=gen) % (pages * 64)
         stride = fmt.page_bytes + rng.choice([0, 0, 16, 4096 + 16])
