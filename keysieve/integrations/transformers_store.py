@@ -130,7 +130,8 @@ class LayerStore:
         position = view.rank[request, column] - 1
         self._grow(int(view.rank.max()))
         page = position // PAGE * self.batch + request
-        self.cache.append(keys[request, column], page * PAGE + position % PAGE)
+        # float() loses nothing and lets float16 models in, whose keys the cache would not take as they are.
+        self.cache.append(keys[request, column].float(), page * PAGE + position % PAGE)
         self.work.appended += int(request.numel())
         self._rank = view.rank
         self._source = keys

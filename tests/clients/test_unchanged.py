@@ -35,6 +35,7 @@ def run(model: nn.Module, inputs: dict[str, torch.Tensor], pieces: tuple[int, ..
 
 def assert_same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
+    assert right[-1][:, -1].isfinite().all()
     for a, b in zip(left, right, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
@@ -50,6 +51,19 @@ def test_logits_are_the_unmodified_models(name: str, attention: str) -> None:
         assert_same_bits(run(model, inputs, pieces), before)
     # And unpatched it is the old model again.
     assert_same_bits(run(model, inputs, pieces), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "attention"), WITH_ATTENTION)
+def test_logits_of_half_precision_models(name: str, attention: str, dtype: torch.dtype) -> None:
+    """The same in the precisions that models are served in, whose masks hold other "minus infinities"."""
+    model = FAMILIES[name].build(topk=64, attention=attention).to(dtype)
+    inputs = prompt(60, 41)
+    before = run(model, inputs, (50, 3, 1))
+    with patch(model):
+        after = run(model, inputs, (50, 3, 1))
+    assert before[0].dtype == dtype
+    assert_same_bits([x.float() for x in after], [x.float() for x in before])
 
 
 @pytest.mark.parametrize("name", PRESENT)
