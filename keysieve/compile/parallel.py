@@ -51,11 +51,32 @@ def do(job: Job) -> Result:
     return Result(outcome.name, outcome.status, outcome.seconds)
 
 
+def cached(job: Job) -> Result | None:
+    """The result of a job whose entry is already there and sound, found without starting anything."""
+    from keysieve import compile as kernel_compile
+    from keysieve.compile import store
+
+    start = time.perf_counter()
+    kernel = next(kernel for kernel in kernel_compile.kernels() if kernel.name == job.kernel)
+    name = kernel_compile.entry_name(kernel, job.config, job.arch)
+    if store.Store(store.cache_dir()).find(name) is None:
+        return None
+    return Result(name, "cached", time.perf_counter() - start)
+
+
 def run(jobs: list[Job], processes: int) -> Iterator[Result]:
-    """Run the jobs, target after target, in up to `processes` processes each; yields results as they come."""
+    """Run the jobs; yields results as they come: first what is cached, then target after target what has to be
+    compiled, in up to `processes` processes."""
+    missing = []
+    for job in jobs:
+        found = cached(job)
+        if found is None:
+            missing.append(job)
+        else:
+            yield found
     context = multiprocessing.get_context("spawn")
-    for arch in dict.fromkeys(job.arch for job in jobs):
-        mine = [job for job in jobs if job.arch == arch]
+    for arch in dict.fromkeys(job.arch for job in missing):
+        mine = [job for job in missing if job.arch == arch]
         workers = max(1, min(processes, len(mine)))
         with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare, initargs=(arch,)) as pool:
             for future in as_completed([pool.submit(do, job) for job in mine]):

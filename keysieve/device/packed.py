@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import keys, ptx
@@ -82,20 +82,24 @@ def inside_mask(first: Int32, begin: Int32, end: Int32) -> Uint32:
     return low * Uint32(0xFFFF) | high * Uint32(0xFFFF0000)
 
 
-@cute.jit
+@dsl_user_op
+def _reach_x8(
+    a: Uint32, b: Uint32, c: Uint32, d: Uint32, minus: Uint32, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Bit i set where key i is at least t; minus = 2^32 - (t << 16). Two instructions a key: the carry out of the
+    comparing addition is shifted into the mask."""
+    lines = ["{ .reg .b32 t; mov.b32 $0, 0;"]
+    for operand in ("$4", "$3", "$2", "$1"):
+        lines.append(f"add.cc.u32 t, {operand}, $5; addc.u32 $0, $0, $0;")
+        lines.append(f"shl.b32 t, {operand}, 16; add.cc.u32 t, t, $5; addc.u32 $0, $0, $0;")
+    text = " ".join([*lines, "}"])
+    return ptx.asm(text, "=&r,r,r,r,r,r", (Uint32,), (a, b, c, d, minus), pure=True, loc=loc, ip=ip)[0]
+
+
 def masks_x8(words: Any, threshold: Uint32) -> Any:
-    """(bit i set where key i is above `threshold`, bit i set where it equals it), i = 0..7. threshold < 0xFFFF."""
-    least = threshold << Uint32(16)
-    above = (threshold + Uint32(1)) << Uint32(16)
-    greater = Uint32(0)
-    reach = Uint32(0)
-    for index in cutlass.range_constexpr(4):
-        low = words[index] << Uint32(16)
-        high = words[index]
-        greater = (
-            greater | (Uint32(low >= above) << Uint32(2 * index)) | (Uint32(high >= above) << Uint32(2 * index + 1))
-        )
-        reach = reach | (Uint32(low >= least) << Uint32(2 * index)) | (Uint32(high >= least) << Uint32(2 * index + 1))
+    """(bit i set where key i is above `threshold`, bit i set where it equals it), i = 0..7. 0 < threshold < 0xFFFF."""
+    reach = _reach_x8(*words, Uint32(0) - (threshold << Uint32(16)))
+    greater = _reach_x8(*words, Uint32(0) - ((threshold + Uint32(1)) << Uint32(16)))
     return greater, reach ^ greater
 
 
@@ -135,7 +139,28 @@ def lowest_bit(mask: Uint32) -> Int32:
 
 
 @dsl_user_op
-def count_if_equal(addr: Uint32, value: Uint32, wanted: Uint32, *, loc: Any = None, ip: Any = None) -> None:
-    """Add one to the shared counter at `addr` if `value == wanted`: a predicated instruction, no branch."""
-    text = "{ .reg .pred p; setp.eq.u32 p, $1, $2; @p red.shared.add.u32 [$0], 1; }"
-    ptx.asm(text, "r,r,r", (), (addr, value, wanted), loc=loc, ip=ip)
+def count_if_below(base: Uint32, bin_: Uint32, bins: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add one to the shared u32 counter `bin_` at `base` if `bin_ < bins`: predicated, no branch."""
+    text = (
+        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {bins}; mad.lo.u32 a, $1, 4, $0;"
+        " @p red.shared.add.u32 [a], 1; }"
+    )
+    ptx.asm(text, "r,r", (), (base, bin_), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_async_word(dst: Uint32, src: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Start copying 4 bytes from global to shared memory; complete after `copy_async_wait` of the same thread."""
+    ptx.asm("cp.async.ca.shared.global [$0], [$1], 4;", "r,l", (), (dst, src), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_async_wait(*, loc: Any = None, ip: Any = None) -> None:
+    """Wait for all of this thread's asynchronous copies; a barrier then shows them to others."""
+    ptx.asm("cp.async.wait_all;", "", (), (), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def highest_bit(mask: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Index of the highest set bit (mask not 0)."""
+    return ptx.asm("bfind.u32 $0, $1;", "=r,r", (Uint32,), (mask,), pure=True, loc=loc, ip=ip)[0]

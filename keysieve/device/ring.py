@@ -3,18 +3,23 @@
 Arrival counts are derived from the roles, never typed in twice: a `full` barrier expects one arrival (the producer's,
 which also announces the bytes that the copy engine will bring), an `empty` barrier one per consumer warp.
 
-    shape = RingShape(stages=6, consumer_warps=8, stage_bytes=64 * 128 + 64 * 4)
+    shape = RingShape(stages=6, groups=2, warps=4, stage_bytes=128 * 128 + 128 * 4)
     ring = Ring(shape, full_ptr, empty_ptr)          # Int64 smem arrays of `stages` each
     ring.init()                                      # one thread; then mbarrier_init_fence + block barrier
     producer: stage, phase = ring.producer_start(); ring.wait_empty(stage, phase); ring.announce(stage) [elected];
               issue copies on ring.full_barrier(stage); stage, phase = ring.next(stage, phase)
-    consumer: stage, phase = ring.consumer_start(); ring.wait_full(stage, phase); use; ring.release(stage) [every lane]
+    consumer: stage, phase = ring.consumer_start(group); ring.wait_full(stage, phase); use; ring.release(stage) [all
+              lanes]; stage, phase = ring.next_of_group(stage, phase)
+
+A wait by parity is only right when the barrier is at most one phase behind: the waiter must know that the stage's
+previous use has landed. Groups that take turns know it only of their own tiles, and copies land in any order; so the
+depth is a multiple of the number of groups, and every stage always belongs to the same group. (With 4 stages and 7
+takers a device run delivered tiles before their bytes.)
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
@@ -25,15 +30,19 @@ PRODUCER_ARRIVALS = 1  # announce() is executed by one elected lane of the produ
 
 @dataclass(frozen=True)
 class RingShape:
-    """stages: depth. consumer_warps: warps that release a stage. stage_bytes: bytes copied into a stage each time."""
+    """stages: depth. stage_bytes: bytes copied into a stage each time. warps: of one consumer group, all of which read
+    a stage. groups: consumer groups that take turns, the g-th the tiles g, g + groups, ..."""
 
     stages: int
-    consumer_warps: int
     stage_bytes: int
+    warps: int
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.consumer_warps < 1:
-            raise ValueError(f"{self}: stages and consumer_warps are at least 1")
+        if self.stages < 1 or self.warps < 1 or self.groups < 1:
+            raise ValueError(f"{self}: stages, warps and groups are at least 1")
+        if self.stages % self.groups:
+            raise ValueError(f"{self}: stages must be a multiple of groups, or a group waits on another one's stage")
         if self.stage_bytes % 16 or not 0 < self.stage_bytes < 1 << 20:
             raise ValueError(f"{self}: stage_bytes is a multiple of 16 below 2^20 (the barrier's count)")
 
@@ -63,20 +72,26 @@ class Ring:
         """Initialise every barrier. One thread of the block; then `mbarrier_init_fence` and a block barrier."""
         for stage in range(self.shape.stages):
             cute.arch.mbarrier_init(self.full + stage, PRODUCER_ARRIVALS)
-            cute.arch.mbarrier_init(self.empty + stage, self.shape.consumer_warps)
+            cute.arch.mbarrier_init(self.empty + stage, self.shape.warps)
 
     def producer_start(self) -> tuple[Int32, Int32]:
         """First (stage, phase) of the producer: parity 1 passes on a fresh barrier."""
         return Int32(0), Int32(1)
 
-    def consumer_start(self) -> tuple[Int32, Int32]:
-        """First (stage, phase) of a consumer."""
-        return Int32(0), Int32(0)
+    def consumer_start(self, group: Int32) -> tuple[Int32, Int32]:
+        """First (stage, phase) of consumer group `group` (0 when there is one)."""
+        return group, Int32(0)
 
     def next(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The following (stage, phase). Branch-free, so it may stand in any loop."""
+        """The producer's following (stage, phase). Branch-free, so it may stand in any loop."""
         wrap = Int32(stage == Int32(self.shape.stages - 1))
         return (stage + Int32(1)) * (Int32(1) - wrap), phase ^ wrap
+
+    def next_of_group(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """A consumer group's following (stage, phase): `groups` stages on. Branch-free."""
+        after = stage + Int32(self.shape.groups)
+        wrap = Int32(after >= Int32(self.shape.stages))
+        return after - wrap * Int32(self.shape.stages), phase ^ wrap
 
     def wait_empty(self, stage: Int32, phase: Int32) -> None:
         """Producer: wait until the consumers have released `stage`."""
@@ -104,11 +119,3 @@ class Ring:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + stage)
-
-
-@cute.jit
-def advance(stage: Int32, phase: Int32, steps: Int32, stages: cutlass.Constexpr[int]) -> Any:
-    """(stage, phase) after `steps` further uses: for consumers that take every n-th tile."""
-    total = stage + steps
-    laps = total // stages
-    return total - laps * stages, phase ^ (laps & 1)

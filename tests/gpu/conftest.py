@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import harness
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "device"))  # its leaf_kernels run here as well
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -189,7 +189,10 @@ def search(histogram: np.ndarray, rank: int) -> tuple[int, int, int]:
     raise AssertionError("bin 0 always answers")
 
 
-@cases(*[(name, tiles) for name in ("ring3x2", "ring4x7", "ring1x1") for tiles in (0, 1, 2, 3, 5, 64, 1001)])
+RINGS = ("ring3x1x2", "ring4x2x1", "ring7x7x1", "ring6x3x2", "ring1x1x1")
+
+
+@cases(*[(name, tiles) for name in RINGS for tiles in (0, 1, 2, 3, 5, 64, 1001)])
 def test_ring_delivers_every_tile(device: torch.device, case: tuple[str, int]) -> None:
     name, tiles = case
     source = to_device(words(256 * (tiles + 1), 11), device)
@@ -242,7 +245,7 @@ os._exit(0)  # the context is gone: nothing can be freed
 def test_a_peer_that_never_answers_is_reported(device: torch.device) -> None:
     """The spin ends, says who waited for what, and traps. In a process of its own: a trap takes the context with it."""
     del device
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).resolve().parents[1] / "device")
     paths = [here, str(Path(here).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", LATE.format(here=here)],

@@ -113,23 +113,23 @@ class Scans:
 
 
 class Rings:
-    """Producer warp 0 streams `tiles` tiles of 1 KiB through a ring; consumer warps take every n-th and copy it out."""
+    """Producer warp 0 streams `tiles` tiles of 1 KiB through a ring; `groups` of `warps` warps take turns to copy them
+    out, each warp its part of a tile."""
 
     TILE_BYTES = 1024
 
-    def __init__(self, stages: int, consumers: int) -> None:
-        self.shape = ring.RingShape(stages, 1, self.TILE_BYTES)  # a tile is read by one consumer warp
-        self.consumers = consumers
+    def __init__(self, stages: int, groups: int, warps: int = 1) -> None:
+        self.shape = ring.RingShape(stages=stages, stage_bytes=self.TILE_BYTES, warps=warps, groups=groups)
 
     @cute.jit
     def __call__(self, source: Int64, out: Int64, tiles: Int32, stream: cuda.CUstream) -> None:
-        self.kernel(source, out, tiles).launch(grid=(1, 1, 1), block=(32 * (1 + self.consumers), 1, 1), stream=stream)
+        threads = 32 * (1 + self.shape.groups * self.shape.warps)
+        self.kernel(source, out, tiles).launch(grid=(1, 1, 1), block=(threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, source: Int64, out: Int64, tiles: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = thread % Int32(32)
         smem = SmemAllocator()
         stages = self.shape.stages
         bars = smem.allocate_array(Int64, self.shape.barrier_words)
@@ -140,31 +140,38 @@ class Rings:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == Int32(0):
-            stage, phase = pipe.producer_start()
-            for tile in cutlass.range(tiles, unroll=1):
-                pipe.wait_empty(stage, phase)
-                with cute.arch.elect_one():
-                    pipe.announce(stage)
-                    ptx.bulk_load(
-                        data + Uint32(stage) * Uint32(self.TILE_BYTES),
-                        source + Int64(tile) * Int64(self.TILE_BYTES),
-                        Int32(self.TILE_BYTES),
-                        pipe.full_address(stage),
-                    )
-                stage, phase = pipe.next(stage, phase)
+            self.produce(pipe, data, source, tiles)
         else:
-            stage, phase = pipe.consumer_start()
-            stage, phase = ring.advance(stage, phase, warp - Int32(1), stages)
-            for tile in cutlass.range(warp - Int32(1), tiles, self.consumers, unroll=1):
-                pipe.wait_full(stage, phase)
-                at = Uint32(stage) * Uint32(self.TILE_BYTES) + Uint32(lane) * Uint32(16)
-                first = ptx.load_shared_v4(data + at)
-                second = ptx.load_shared_v4(data + at + Uint32(512))
-                pipe.release(stage)
-                place = out + Int64(tile) * Int64(self.TILE_BYTES) + Int64(lane) * Int64(16)
-                ptx.store_v4(place, *first)
-                ptx.store_v4(place + Int64(512), *second)
-                stage, phase = ring.advance(stage, phase, Int32(self.consumers), stages)
+            self.consume(pipe, data, out, tiles, warp - Int32(1), thread % Int32(32))
+
+    @cute.jit
+    def produce(self, pipe: Any, data: Uint32, source: Int64, tiles: Int32) -> None:
+        stage, phase = pipe.producer_start()
+        for tile in cutlass.range(tiles, unroll=1):
+            pipe.wait_empty(stage, phase)
+            with cute.arch.elect_one():
+                pipe.announce(stage)
+                ptx.bulk_load(
+                    data + Uint32(stage) * Uint32(self.TILE_BYTES),
+                    source + Int64(tile) * Int64(self.TILE_BYTES),
+                    Int32(self.TILE_BYTES),
+                    pipe.full_address(stage),
+                )
+            stage, phase = pipe.next(stage, phase)
+
+    @cute.jit
+    def consume(self, pipe: Any, data: Uint32, out: Int64, tiles: Int32, consumer: Int32, lane: Int32) -> None:
+        warps, groups = self.shape.warps, self.shape.groups
+        group, part = consumer // Int32(warps), consumer % Int32(warps)
+        stage, phase = pipe.consumer_start(group)
+        for tile in cutlass.range(group, tiles, groups, unroll=1):
+            pipe.wait_full(stage, phase)
+            at = data + Uint32(stage) * Uint32(self.TILE_BYTES)
+            place = out + Int64(tile) * Int64(self.TILE_BYTES)
+            for i in cutlass.range(part * Int32(32) + lane, self.TILE_BYTES // 16, 32 * warps, unroll=1):
+                ptx.store_v4(place + Int64(i) * Int64(16), *ptx.load_shared_v4(at + Uint32(i) * Uint32(16)))
+            pipe.release(stage)
+            stage, phase = pipe.next_of_group(stage, phase)
 
 
 class Pairs:
@@ -253,9 +260,11 @@ ENTRIES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "scans32": (lambda: Scans(32), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
     "scans256": (lambda: Scans(256), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
     "scans2048": (lambda: Scans(2048), (Int64(0), Int64(0), Int32(0), Int64(0), Int32(0), Int64(0))),
-    "ring3x2": (lambda: Rings(3, 2), (Int64(0), Int64(0), Int32(0))),
-    "ring4x7": (lambda: Rings(4, 7), (Int64(0), Int64(0), Int32(0))),
-    "ring1x1": (lambda: Rings(1, 1), (Int64(0), Int64(0), Int32(0))),
+    "ring3x1x2": (lambda: Rings(3, 1, 2), (Int64(0), Int64(0), Int32(0))),
+    "ring4x2x1": (lambda: Rings(4, 2, 1), (Int64(0), Int64(0), Int32(0))),
+    "ring7x7x1": (lambda: Rings(7, 7, 1), (Int64(0), Int64(0), Int32(0))),
+    "ring6x3x2": (lambda: Rings(6, 3, 2), (Int64(0), Int64(0), Int32(0))),
+    "ring1x1x1": (lambda: Rings(1, 1, 1), (Int64(0), Int64(0), Int32(0))),
     "pairs": (Pairs, (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int64(0))),
     "chain_early": (lambda: Chain(True), (Int64(0), Int64(0), Int32(0), Int64(0))),
     "chain_late": (lambda: Chain(False), (Int64(0), Int64(0), Int32(0), Int64(0))),
@@ -266,6 +275,6 @@ ENTRIES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
 
 @functools.cache
 def compiled(name: str, arch: str, options: str = "") -> Any:
-    """Compile an entry for `arch`; callable with plain ints and a stream handle last."""
+    """Compile an entry for `arch`; callable with plain ints and a stream handle last. Each is compiled once."""
     make, args = ENTRIES[name]
     return cute.compile(make(), *args, make_fake_stream(), options=f"--enable-tvm-ffi --gpu-arch={arch} {options}")
