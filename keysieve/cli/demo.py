@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from keysieve.checks import refuse
 
 if TYPE_CHECKING:
+    from keysieve.demo.ranks import RankReport
     from keysieve.demo.recorder import Recorder
     from keysieve.demo.run import Settings
 
@@ -36,6 +37,12 @@ def add_parser(subparsers: Any) -> None:
         "--key-format", choices=formats, default="fp8_fp32", help="of the index cache (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights (default %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="shard the context over this many processes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--interleave", type=int, default=64, help="with --ranks: consecutive keys on one rank (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures (default ./%(default)s)")
     parser.set_defaults(run=run)
 
@@ -46,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from rich.console import Console
 
-    from keysieve.demo import pictures
+    from keysieve.demo import pictures, ranks
     from keysieve.demo.run import run as read
 
     console = Console()
@@ -54,12 +61,22 @@ def run(args: argparse.Namespace) -> int:
     source = args.text or "the text that ships with keysieve"
     console.print(f"Reading {len(settings.text)} bytes of {source}: {settings.prompt} as a prompt, then one by one.")
     begun = time.perf_counter()
-    with _Bar(console, settings) as bar:
-        recorder = read(settings, bar.advance)
+    reports: list[RankReport] = []
+    if args.ranks == 1:
+        with _Bar(console, settings) as bar:
+            recorder = read(settings, bar.advance)
+    else:
+        with ranks.started(settings, args.ranks, args.interleave) as rank_zero, _Bar(console, settings) as bar:
+            recorder, reports = rank_zero(bar.advance)
     seconds = time.perf_counter() - begun
     console.print(_summary(recorder, settings, seconds))
+    if reports:
+        console.print(_ranks_table(recorder, reports))
     for path in pictures.draw(recorder, settings, args.out):
         console.print(f"picture: {path}", soft_wrap=True, highlight=False)
+    if any(report.digest != recorder.digest.hexdigest() for report in reports):
+        console.print("[bold red]FAILED: the ranks did not select the same keys.")
+        return 1
     if not recorder.totals.clean:
         console.print("[bold red]FAILED: a selection was not exact, or a layer attended to a key it had not selected.")
         return 1
@@ -146,6 +163,21 @@ def _summary(recorder: Recorder, settings: Settings, seconds: float) -> Any:
     table.add_row("mismatches", _verdict(t.mismatches))
     table.add_row("attention rows compared with the selection", f"{t.attended:,}")
     table.add_row("rows that attended to anything else", _verdict(t.strays))
+    table.add_row("digest of all selected positions", recorder.digest.hexdigest()[:16])
+    return table
+
+
+def _ranks_table(recorder: Recorder, reports: list[RankReport]) -> Any:
+    """What each rank held and won, and whether it selected what rank 0 did."""
+    from rich.table import Table
+
+    table = Table(title=f"context sharded over {len(reports)} ranks")
+    for name in ("rank", "keys held, each layer", "winners it owns", "same keys selected"):
+        table.add_column(name, justify="right")
+    for rank, report in enumerate(reports):
+        same = report.digest == recorder.digest.hexdigest()
+        verdict = "[bold green]yes" if same else "[bold red]NO"
+        table.add_row(str(rank), f"{report.keys:,}", f"{report.owned:,}", verdict)
     return table
 
 

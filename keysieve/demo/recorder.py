@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from keysieve.api import DecodeIndexer, score, topk
 from keysieve.demo import verify
+from keysieve.inputs import Selection
 from keysieve.integrations.transformers import IndexerStep
 from keysieve.spec import PAGE
 
@@ -85,6 +87,8 @@ class Recorder:
         self.totals = Totals()
         self.layers: dict[int, LayerTrace] = {}
         self.decoding = False
+        self.digest = hashlib.sha256()
+        """Of all selected positions, in order: equal for equal selections, however they were made."""
         self._max_rows, self._context = max_rows, context
         self._indexers: dict[int, DecodeIndexer] = {}
         # Where the attention kernel would find its keys: blocks of 64 tokens, scattered over a pool of twice the size.
@@ -98,20 +102,8 @@ class Recorder:
     def __call__(self, step: IndexerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Select: one call for physical rows, and the two halves again, apart, to time them and to see the logits."""
         k = step.spec.topk
-        requests = step.index_table.shape[0]
-        kv_table = self._kv_table.expand(requests, -1)
-        indexer = self._indexer(step)
         begun = time.perf_counter()
-        out = indexer(
-            step.query,
-            step.cache,
-            step.weights,
-            step.seq_lens,
-            step.index_table,
-            kv_table=kv_table,
-            kv_page=PAGE,
-            positions=True,
-        )
+        out = self.step(step)
         stepped = time.perf_counter()
         lens = step.seq_lens
         logits = score(
@@ -125,8 +117,22 @@ class Recorder:
         totals.score_seconds += scored - stepped
         totals.select_seconds += selected - scored
         assert out.positions is not None
+        self.digest.update(out.positions.numpy().tobytes())
         self._verify(step, out, positions, counts)
-        return out.positions, out.counts
+        return out.positions, counts
+
+    def step(self, step: IndexerStep) -> Selection:
+        """The call that an engine would make: physical rows, counts and positions."""
+        return self._indexer(step)(
+            step.query,
+            step.cache,
+            step.weights,
+            step.seq_lens,
+            step.index_table,
+            kv_table=self._kv_table.expand(step.index_table.shape[0], -1),
+            kv_page=PAGE,
+            positions=True,
+        )
 
     def _indexer(self, step: IndexerStep) -> DecodeIndexer:
         if step.next_n not in self._indexers:

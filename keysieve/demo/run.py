@@ -41,12 +41,16 @@ Progress = Callable[[int, Recorder], None]
 """Is told how many bytes have been read."""
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Recorder:
-    """Read the text; the recorder holds totals and traces, and ``recorder.totals.clean`` the verdict."""
+def run(settings: Settings, progress: Progress | None = None, recorder: Recorder | None = None) -> Recorder:
+    """Read the text; the recorder holds totals and traces, and ``recorder.totals.clean`` the verdict.
+
+    ``recorder`` selects and records; by default a new one that selects on this process alone.
+    """
     context = len(settings.text)
     model = build_model(topk=settings.topk, context=context, seed=settings.seed)
-    # Prompts come in groups of up to 8 rows, the last of which may be filled up.
-    recorder = Recorder(max_rows=CHUNK + 8, context=context, seed=settings.seed)
+    if recorder is None:
+        # Prompts come in groups of up to 8 rows, the last of which may be filled up.
+        recorder = Recorder(max_rows=CHUNK + 8, context=context, seed=settings.seed)
     hooks = recorder.watch_attention(model)
     done = 0
     try:
