@@ -5,5 +5,8 @@ device code, imported only to compile). `keysieve.compile` finds kernels through
 how to add one.
 """
 
-CONFIG_MODULES: tuple[str, ...] = ("keysieve.kernels.tile_offsets_config",)
+CONFIG_MODULES: tuple[str, ...] = (
+    "keysieve.kernels.tile_offsets_config",
+    "keysieve.kernels.sm90_score_config",
+)
 """Modules that hold one `KERNEL` (a `keysieve.kernels.base.Kernel`) or a tuple `KERNELS`."""

@@ -15,10 +15,15 @@ from keysieve.spec import MAX_TOPK
 K_CLASSES: tuple[int, ...] = (1024, 2048, 4096)
 """Largest K that a compiled kernel serves: sizes its lists and its registers."""
 
-CLUSTERS: tuple[int, ...] = (1, 4, 8, 16)
+CLUSTERS: tuple[int, ...] = (1, 2, 4, 8, 16)
 """Blocks that may share a row, over distributed shared memory."""
 
-THREADS: int = 1024
+ALIGNMENT: int = 8192
+"""The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
+
+TABLE_WORDS: int = 2048
+"""Entries of the block table that a block keeps in shared memory; longer parts look their entries up in L2."""
+
 TOP_VECTORS: int = 4
 """16-byte vectors of maxima that a thread keeps in registers (more are read again from L2)."""
 
@@ -36,7 +41,7 @@ class SelectConfig:
 
     k_class: int
     cluster: int
-    threads: int = THREADS
+    threads: int = 512
     maxima: bool = True
     trace: bool = False
 
@@ -59,8 +64,19 @@ class SelectConfig:
         return 1024
 
     @property
+    def held_keys(self) -> int:
+        """Keys of a part whose maxima fit the block's registers."""
+        return self.top_vectors * self.threads * 64
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch of a warp: a kernel that computes maxima keeps what its registers will hold."""
+        return 512 if self.maxima else 512 * self.top_vectors
+
+    @property
     def shared_bytes(self) -> int:
-        return SharedMap.of(self).total
+        """Dynamic shared memory to ask for: the map, and what aligning its start may cost."""
+        return SharedMap.of(self).total + ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,9 @@ class SharedMap:
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
     groups: int  # u32 [k_class]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order
-    scratch: int  # 512 bytes a warp: masks, transposes
+    table: int  # i32 [2048]: the part's entries of the block table
+    edges: int  # u16 [2][8]: raw keys of the row's first and last group, where they are not whole
+    scratch: int  # a warp's own: masks (512 bytes); computed maxima (512 bytes a round)
     total: int
 
     @staticmethod
@@ -104,16 +122,14 @@ class SharedMap:
         tiles = at
         groups = tiles + 128
         picks = groups + 4 * config.k_class
-        scratch = picks + 4 * config.k_class
-        total = scratch + 512 * config.warps
+        table = picks + 4 * config.k_class
+        edges = table + 4 * TABLE_WORDS
+        scratch = edges + 128
+        total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
         pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
         return SharedMap(
-            **pairs, cleared=cleared, tiles=tiles, groups=groups, picks=picks, scratch=scratch, total=total
+            **pairs, cleared=cleared, tiles=tiles, groups=groups, picks=picks, table=table, edges=edges, scratch=scratch, total=total
         )
-
-
-def _admitted(maxima: bool) -> Iterable[SelectConfig]:
-    return [SelectConfig(k_class=k, cluster=c, maxima=maxima) for k in K_CLASSES for c in CLUSTERS]
 
 
 def k_class_of(k: int) -> int:
@@ -123,18 +139,40 @@ def k_class_of(k: int) -> int:
     return next(c for c in K_CLASSES if k <= c)
 
 
+def config_of(k: int, cluster: int, maxima: bool) -> SelectConfig:
+    """The configuration that serves `k` with `cluster` blocks a row."""
+    k_class = k_class_of(k)
+    return SelectConfig(k_class, cluster, 512 if k_class <= 2048 else 1024, maxima)
+
+
+def _admitted(maxima: bool) -> Iterable[SelectConfig]:
+    return [config_of(k, cluster, maxima) for k in K_CLASSES for cluster in CLUSTERS]
+
+
+def _select(arch: str) -> Iterable[SelectConfig]:
+    del arch  # the same for all of them
+    return _admitted(True)
+
+
+def _topk(arch: str) -> Iterable[SelectConfig]:
+    del arch
+    return _admitted(False)
+
+
 SELECT = Kernel(
     name="select",
     entry="keysieve.kernels.select:build_select",
     config=SelectConfig,
     archs=ARCHS,
-    admitted=lambda arch: _admitted(True),
+    admitted=_select,
+    max_registers=64,
 )
 TOPK = Kernel(
     name="topk",
     entry="keysieve.kernels.select:build_topk",
     config=SelectConfig,
     archs=ARCHS,
-    admitted=lambda arch: _admitted(False),
+    admitted=_topk,
+    max_registers=64,
 )
 KERNELS: tuple[Kernel, ...] = (SELECT, TOPK)

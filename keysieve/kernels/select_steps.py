@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels.select_config import SelectConfig, SharedMap
@@ -18,6 +18,25 @@ from keysieve.kernels.select_config import SelectConfig, SharedMap
 ALL_ONES = 0xFFFFFFFF
 EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this many: at most 4096 are taken
 EQUAL_SHIFT = 12  # a warp's counts in one word: keys above (at most 4095) below this bit, equal keys from it on
+
+
+@cute.jit
+def mark(base: Uint32, thread: Int32, slot: cutlass.Constexpr[int], config: cutlass.Constexpr[SelectConfig]) -> None:
+    """With `config.trace`: note the clock at a step, for one thread of the block (see `dump_marks`)."""
+    if cutlass.const_expr(config.trace):
+        if thread == Int32(0):
+            now = ptx.asm("mov.u32 $0, %clock;", "=r", (Uint32,), ())[0]
+            ptx.store_shared(base + Uint32(SharedMap.of(config).total - 64 + 4 * slot), now)
+
+
+@cute.jit
+def dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
+    """With `config.trace`: write this block's 16 marks to u32 `where[block][16]`."""
+    if cutlass.const_expr(config.trace):
+        if thread == Int32(0):
+            for slot in cutlass.range(16, unroll=1):
+                value = ptx.load_shared(base + Uint32(SharedMap.of(config).total - 64) + Uint32(slot) * Uint32(4))
+                ptx.store(where + Int64(block * Int32(16) + slot) * Int64(4), value)
 
 
 def _cluster_barrier() -> None:
@@ -37,22 +56,20 @@ def rendezvous(active: Int32, cluster: cutlass.Constexpr[int]) -> None:
             cute.arch.sync_threads()
 
 
-@cute.jit
 def count_high(base: Uint32, words: Any) -> None:
-    """Count eight keys by their upper 11 bits."""
-    for index in cutlass.range_constexpr(4):
-        ptx.red_shared(base + ((words[index] >> Uint32(3)) & Uint32(0x1FFC)), Uint32(1), "add")
-        ptx.red_shared(base + ((words[index] >> Uint32(19)) & Uint32(0x1FFC)), Uint32(1), "add")
+    """Count eight keys by their upper 11 bits. base: aligned to the histogram's 8192 bytes."""
+    for word in words:
+        ptx.red_shared(((word >> Uint32(3)) & Uint32(0x1FFC)) | base, Uint32(1), "add")
+        ptx.red_shared(((word >> Uint32(19)) & Uint32(0x1FFC)) | base, Uint32(1), "add")
 
 
-@cute.jit
 def count_low(base: Uint32, words: Any, digit: Uint32) -> None:
     """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`."""
-    for index in cutlass.range_constexpr(4):
-        low = words[index] & Uint32(0xFFFF)
-        high = words[index] >> Uint32(16)
-        packed.count_if_equal(base + ((low & Uint32(31)) << Uint32(2)), low >> Uint32(5), digit)
-        packed.count_if_equal(base + ((high & Uint32(31)) << Uint32(2)), high >> Uint32(5), digit)
+    pattern = (digit << Uint32(5)) | (digit << Uint32(21))
+    for word in words:
+        rest = word ^ pattern  # a half below 32 is a hit, and its own lower bits
+        packed.count_if_below(base, rest & Uint32(0xFFFF), 32)
+        packed.count_if_below(base, rest >> Uint32(16), 32)
 
 
 @cute.jit
@@ -101,8 +118,8 @@ def find_high(
     if cutlass.const_expr(config.cluster > 1):
         if active > Int32(1):
             total = Int32(0)
-            for peer in cutlass.range(active, unroll=1):
-                total = total + Int32(ptx.load_shared(chunks + Uint32(peer) * Uint32(128) + behind * Uint32(4)))
+            for peer in cutlass.range_constexpr(config.cluster):
+                total = total + Int32(ptx.load_shared(chunks + Uint32(128 * peer) + behind * Uint32(4)))
     owner, above = pick_lane(total, want, lane)
     chunk = Int32(31) - owner
     place = Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
@@ -121,8 +138,8 @@ def find_high(
             cute.arch.sync_threads()
             all_upper = Int32(0)
             all_lower = Int32(0)
-            for peer in cutlass.range(active, unroll=1):
-                a, b = packed.load_shared_v2(bins + Uint32(peer) * Uint32(256) + Uint32(lane) * Uint32(8))
+            for peer in cutlass.range_constexpr(config.cluster):
+                a, b = packed.load_shared_v2(bins + Uint32(256 * peer) + Uint32(lane) * Uint32(8))
                 all_lower = all_lower + Int32(a)
                 all_upper = all_upper + Int32(b)
     lane_found, before = pick_lane(all_upper + all_lower, want - above, lane)
@@ -175,13 +192,14 @@ def find_low(
                     ptx.store_cluster(far + Uint32(128), Uint32(my_above))
             _cluster_barrier()
             total = Int32(0)
-            for peer in cutlass.range(active, unroll=1):
-                its = lows + Uint32(peer) * Uint32(160)
+            for peer in cutlass.range_constexpr(config.cluster):
+                its = lows + Uint32(160 * peer)
                 count = Int32(ptx.load_shared(its + behind))
+                more = Int32(ptx.load_shared(its + Uint32(128)))
+                before = Int32(Int32(peer) < rank)
                 total = total + count
-                if peer < rank:
-                    earlier = earlier + count
-                    earlier_above = earlier_above + Int32(ptx.load_shared(its + Uint32(128)))
+                earlier = earlier + count * before
+                earlier_above = earlier_above + more * before
     owner, between = pick_lane(total, want - above, lane)
     need = want - above - between
     slot = Int32(0)
@@ -225,22 +243,47 @@ def spread_masks(
 
 
 @cute.jit
-def emit(out: Uint32, slot: Int32, unit: Int32, greater: Uint32, equal: Uint32, quota: Int32) -> None:
-    """Write the indices `unit + i` of the set bits of `greater`, and of the first `quota` of `equal`, ascending, to the
-    shared list `out` from entry `slot` on."""
+def lane_offsets(greater: Uint32, equal: Uint32, lane: Int32) -> Any:
+    """Set bits of two masks (at most 32 a lane): (greater in lower lanes, equal in lower lanes, greater in the warp,
+    equal in the warp)."""
+    mine = Int32(cute.arch.popc(greater)) | (Int32(cute.arch.popc(equal)) << Int32(16))
+    upto = scan.warp_inclusive(mine, lane)
+    before = upto - mine
+    total = Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+    low = Int32(0xFFFF)
+    return before & low, before >> Int32(16), total & low, total >> Int32(16)
+
+
+@cute.jit
+def emit(
+    out: Uint32,
+    greater_before: Int32,
+    equal_before: Int32,
+    unit: Int32,
+    greater: Uint32,
+    equal: Uint32,
+    need: Int32,
+) -> None:
+    """List this lane's winners in shared memory: the indices `unit + i` of the set bits of `greater`, and of those of
+    `equal` while fewer than `need` equal ones were listed before; ascending, at the place that the counts before give."""
+    taken = equal_before
+    if taken > need:
+        taken = need
+    quota = need - taken
     extra = Int32(cute.arch.popc(equal)) - quota
-    if quota <= Int32(0):
+    if quota == Int32(0):
         equal = Uint32(0)
         extra = Int32(0)
-    while extra > Int32(0):
+    while extra > Int32(0):  # at most one lane of the row: it gives up its last equal keys
         equal = equal & (Uint32(0x7FFFFFFF) >> Uint32(cute.arch.clz(Int32(equal))))
         extra = extra - Int32(1)
     left = greater | equal
-    place = out + Uint32(slot) * Uint32(4)
-    while left != Uint32(0):
-        ptx.store_shared(place, Uint32(unit + packed.lowest_bit(left)))
-        place = place + Uint32(4)
-        left = left & (left - Uint32(1))
+    place = out + Uint32(greater_before + taken + Int32(cute.arch.popc(left))) * Uint32(4)
+    while left != Uint32(0):  # from the highest down: finding it takes one instruction
+        bit = packed.highest_bit(left)
+        place = place - Uint32(4)
+        ptx.store_shared(place, Uint32(unit) + bit)
+        left = left ^ (Uint32(1) << bit)
 
 
 @cute.jit

@@ -130,6 +130,7 @@ class ScoreKernel:
         load = cpasync.CopyBulkTensorTileG2SOp()
         key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, page_box, (PAGE_ROWS, HEAD_DIM))
         row_copy, query_rows = cpasync.make_tiled_tma_atom(load, rows, row_box, (config.heads, HEAD_DIM))
+        self.kernel.set_name_prefix(f"sm90_score_h{config.heads}_n{config.next_n}_{config.layout}")
         self.kernel(
             key_copy,
             key_pages,

@@ -141,6 +141,15 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
     )
 
 
+def common(arch: str) -> Iterable[ScoreConfig]:
+    """Those worth compiling ahead: 32 and 64 heads, up to three speculative tokens, folded (float32) weights."""
+    return tuple(
+        config
+        for config in admitted(arch)
+        if config.heads >= 32 and config.next_n in (1, 2, 4) and config.weights == "float32"
+    )
+
+
 def unsupported(heads: int, next_n: int, key_format: str) -> str | None:
     """Why this scorer cannot run such a shape, or None."""
     if key_format not in FORMAT_NAMES:
@@ -160,4 +169,5 @@ KERNEL = Kernel(
     config=ScoreConfig,
     archs=("sm_90a",),
     admitted=admitted,
+    common=common,
 )

@@ -114,7 +114,10 @@ def stream_keys(
             with cute.arch.elect_one():
                 place = shared.descriptors + Uint32(stage) * Uint32(16)
                 ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
+                if nbytes > Int32(0):
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
+                else:  # no page of the tile is inside the pool
+                    cute.arch.mbarrier_arrive(shared.key_full + stage)
             for page in cutlass.range_constexpr(PAGES_PER_TILE):
                 if codes[page] >= Int32(0):
                     if cutlass.const_expr(shape.evict_first):
