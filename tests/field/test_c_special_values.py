@@ -96,6 +96,10 @@ def test_c3_sixty_four_rows_of_the_public_top_k(length: int) -> None:
 
 @pytest.mark.parametrize("key_format", FORMATS)
 def test_c_every_tail_of_a_tile(key_format: str) -> None:
-    """Each length from 1 to two tiles, all in one batch: every position inside a group, page and tile ends a row."""
-    lengths = list(range(1, 258))
-    check_step(pattern_case(spec_of(key_format, topk=16), "half_tied", lengths, seed=3))
+    """Each length from 1 to two tiles, all in one batch: every position inside a group, page and tile ends a row.
+
+    A sister row sees a few keys more, and newer keys are better: reading to the end of a group or page picks them up.
+    """
+    for more in (1, 8, 65):
+        lengths = [[length, length + more] for length in range(1, 258)]
+        check_step(pattern_case(spec_of(key_format, topk=16), "ascending", lengths, next_n=2, seed=3))
