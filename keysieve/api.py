@@ -378,7 +378,8 @@ class DecodeIndexer:
         number = _buffer("counts", counts, (rows,), device)
         if isinstance(positions, torch.Tensor):
             check_output("positions", positions, shape, device)
-            if rows and positions.data_ptr() == chosen.data_ptr():
+            traced = torch.compiler.is_compiling()  # tensors without addresses; the operator comes here again
+            if rows and not traced and positions.data_ptr() == chosen.data_ptr():
                 remedy = "Allocate two buffers."
                 refuse("positions", got="the buffer given as out", accepted="another buffer", remedy=remedy)
             return Selection(chosen, number, positions)

@@ -1,0 +1,127 @@
+"""torch.compile keeps every call as one opaque operator and changes no bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import keysieve as ks
+from keysieve import IndexerSpec, Selection
+from keysieve.testing import Case, assert_bitwise_equal, random_case
+
+FORMATS = pytest.mark.parametrize("key_format", ["fp8_fp32", "mxfp4"])
+
+
+def case_of(key_format: str, seed: int = 61) -> Case:
+    return random_case(IndexerSpec(heads=8, topk=48, key_format=key_format), [[200, 90], [30, 0]], next_n=2, seed=seed)
+
+
+class Graphs:
+    """A torch.compile backend that keeps the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        self.seen.append(graph)
+        return graph.forward
+
+    def operators(self) -> list[str]:
+        return [str(n.target) for g in self.seen for n in g.graph.nodes if "keysieve" in str(n.target)]
+
+
+@FORMATS
+def test_a_step_is_one_operator_in_one_graph(key_format: str) -> None:
+    case = case_of(key_format)
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+    cache, graphs = case.index_cache(), Graphs()
+
+    def layer(query: Any, weights: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, kv: torch.Tensor) -> Any:
+        got = indexer(query, cache, weights * 1.0, lens + 0, table, kv_table=kv, positions=True)
+        return got.rows + 0, got.counts, got.positions
+
+    args = (case.query, case.weights, case.seq_lens, case.index_table, case.kv_table)
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for got, want in zip(compiled(*args), layer(*args), strict=True):
+        assert_bitwise_equal(got, want)
+    assert graphs.operators() == ["keysieve.decode_step.default"]
+    shorter = (*args[:2], case.seq_lens - 20, *args[3:])
+    for got, want in zip(compiled(*shorter), layer(*shorter), strict=True):
+        assert_bitwise_equal(got, want)
+    assert len(graphs.seen) == 1  # other lengths compile nothing
+    fn = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, want in zip(fn(*args), layer(*args), strict=True):
+        assert_bitwise_equal(got, want)
+
+
+def test_a_compiled_step_writes_the_callers_buffers_and_refuses_what_the_eager_one_does() -> None:
+    case = case_of("fp8_fp32")
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+    out, positions = (torch.full((4, 48), 77, dtype=torch.int32) for _ in range(2))
+    counts, cache = torch.full((4,), 77, dtype=torch.int32), case.index_cache()
+
+    def layer(weights: torch.Tensor) -> Selection:
+        lens, table = case.seq_lens, case.index_table
+        return indexer(case.query, cache, weights, lens, table, out=out, counts=counts, positions=positions)
+
+    want = layer(case.weights)
+    rows, numbers = want.rows.clone(), want.counts.clone()
+    out.fill_(77)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got = compiled(case.weights)
+    assert got.positions.data_ptr() == positions.data_ptr()
+    assert got.rows.data_ptr() == out.data_ptr()
+    assert_bitwise_equal(out, rows)
+    assert_bitwise_equal(counts, numbers)
+    out.fill_(77)
+    with pytest.raises(ks.KeysieveError, match="weights: got"):
+        compiled(case.weights.double())
+    assert bool((out == 77).all())
+
+
+@FORMATS
+def test_score_and_topk_are_operators_too(key_format: str) -> None:
+    case = case_of(key_format)
+    cache, graphs = case.index_cache(), Graphs()
+
+    def both(query: Any, weights: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = ks.score(case.spec, query, cache, weights, lens, case.index_table, 256)
+        plain = ks.topk(logits, lens, 48)
+        return (logits, *plain, *ks.topk(logits, lens, 48, **case.paging()))
+
+    args = (case.query, case.weights, case.seq_lens)
+    for got, want in zip(torch.compile(both, fullgraph=True, backend=graphs)(*args), both(*args), strict=True):
+        assert_bitwise_equal(got, want)
+    assert graphs.operators() == ["keysieve.score.default", "keysieve.topk.default", "keysieve.topk.default"]
+
+
+def test_score_without_a_width_is_refused_under_compile() -> None:
+    case = case_of("fp8_fp32")
+    cache = case.index_cache()
+
+    def wide(weights: torch.Tensor) -> torch.Tensor:
+        return ks.score(case.spec, case.query, cache, weights, case.seq_lens, case.index_table)
+
+    with pytest.raises(Exception, match="max_len: got None"):
+        torch.compile(wide, fullgraph=True, backend="eager")(case.weights)
+
+
+@pytest.mark.parametrize("key_format", ["fp8_fp32", "fp8_ue8m0", "mxfp4"])
+def test_operators_keep_their_promises(key_format: str) -> None:
+    """torch's own check: schema (only the named buffers are written), fakes, and tracing."""
+    case = case_of(key_format)
+    s = dataclasses.replace(case.spec, numerics="bf16")
+    codes, words = case.query if isinstance(case.query, tuple) else (case.query.view(torch.uint8), None)
+    inputs = (codes, words, case.cache, case.weights, case.seq_lens, case.index_table)
+    logits = torch.zeros(4, 256, dtype=torch.bfloat16)
+    score_args = (*inputs, 2, s.heads, s.topk, s.key_format, s.numerics, logits)
+    torch.library.opcheck(torch.ops.keysieve.score.default, score_args)
+    out, counts = torch.zeros(4, 48, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    topk_args = (logits, case.seq_lens, case.kv_table, None, 64, 64, out, counts)
+    torch.library.opcheck(torch.ops.keysieve.topk.default, topk_args)
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+    step_args = (indexer._handle, *inputs, case.kv_table, None, None, 0, out, counts, torch.zeros_like(out))
+    torch.library.opcheck(torch.ops.keysieve.decode_step.default, step_args)
