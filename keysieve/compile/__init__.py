@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keysieve.checks import UnsupportedError, message
-from keysieve.compile import loader, source, store, versions
+from keysieve.compile import loader, options, source, store, versions
 from keysieve.kernels import CONFIG_MODULES
 from keysieve.kernels.base import Kernel
 
@@ -53,8 +53,6 @@ def kernels() -> tuple[Kernel, ...]:
 
 def entry_name(kernel: Kernel, config: Any, arch: str, tool: versions.Toolchain | None = None) -> str:
     """File name (without suffix) of a configuration: readable part, and a hash over all that the code depends on."""
-    from keysieve.compile.build import OPTIONS
-
     tool = tool or versions.require()
     key = {
         "format": _FORMAT,
@@ -64,7 +62,7 @@ def entry_name(kernel: Kernel, config: Any, arch: str, tool: versions.Toolchain 
         "source": source.fingerprint(kernel.module),
         "dsl": tool.dsl,
         "ffi": tool.ffi,
-        "compiler_options": OPTIONS,
+        "compiler_options": options.OPTIONS,
         "host": platform.machine(),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

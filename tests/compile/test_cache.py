@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -182,7 +183,7 @@ def test_the_key_follows_everything_the_code_depends_on(monkeypatch: pytest.Monk
         "arch": kernel_compile.entry_name(KERNEL, CONFIG, "sm_100a", tool),
         "options": kernel_compile.entry_name(KERNEL, TileOffsetsConfig(2), ARCH, tool),
     }
-    monkeypatch.setattr("keysieve.compile.build.OPTIONS", "--other")
+    monkeypatch.setattr("keysieve.compile.options.OPTIONS", "--other")
     changed["compiler options"] = name()
     monkeypatch.undo()
     monkeypatch.setattr(source, "fingerprint", lambda _: "another")
@@ -213,6 +214,22 @@ def test_sources_are_the_modules_a_kernel_reaches() -> None:
     assert not any(name.startswith("keysieve.reference") for name in found)
     with pytest.raises(ValueError, match="no source file"):
         source.sources("keysieve.kernels.there_is_no_such_kernel")
+
+
+@pytest.mark.parametrize("path", sorted(Path(source.__file__).parents[1].rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_are_found_as_the_parser_finds_them(path: Path) -> None:
+    expected = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            expected.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            expected.add(node.module or "")
+            expected.update(f"{node.module}.{alias.name}" for alias in node.names)
+    expected = {name for name in expected if name == "keysieve" or name.startswith("keysieve.")}
+    found = source._imports(path)
+    assert expected <= found
+    spurious = found - expected  # only what a docstring or a string shows as an example
+    assert all(name.startswith("keysieve") for name in spurious)
 
 
 def test_a_changed_leaf_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
