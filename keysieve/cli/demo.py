@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keysieve.demo.recorder import Recorder
     from keysieve.demo.run import Settings
 
-DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_TOPK = 2560, 256, 256
+DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_TOPK = 2048, 256, 256
 
 
 def add_parser(subparsers: Any) -> None:

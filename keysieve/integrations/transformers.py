@@ -48,7 +48,7 @@ UNFIT = {
     "DeepseekV4Indexer": "it scores compressed windows of tokens, not tokens",
     "Glm5NextTextIndexer": "it scores pools of tokens and expands them",
     "MiniMaxM3VLIndexer": "it selects blocks of keys per head from the largest score in each",
-    "Qwen4ExpTextQSAIndexer": "it returns a mask rather than key positions",
+    "Qwen4ExpTextQSAIndexer": "it scores compressed blocks of keys and returns a mask",
 }
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
