@@ -295,6 +295,35 @@ def logits(
         return bf16_bits((total * scale).astype(np.float32))
 
 
+def real_logits(
+    key_format: str, query: U8, query_scales: U8 | None, weights: F32, keys: U8, key_scale_bytes: U8
+) -> tuple[F64, F64, F64]:
+    """One row's logits over n keys in float64, the magnitude that errors are relative to, and the largest step.
+
+    The magnitude of a key is ``|scale| * sum_h |w_h| * sum_d |q_hd * k_d|``, block scales included (MXFP4). The
+    largest step bounds whatever a computation meets on the way: dots, head sums and logits.
+
+    Args:
+        query, query_scales, weights, keys, key_scale_bytes: as in :func:`logits`.
+    """
+    with np.errstate(all="ignore"):
+        if key_format == "mxfp4":
+            assert query_scales is not None
+            q = E2M1_HALVES[_nibbles(query)] / 2.0 * np.repeat(ue8m0(query_scales), 32, axis=1)
+            k = E2M1_HALVES[_nibbles(keys)] / 2.0 * np.repeat(ue8m0(key_scale_bytes), 32, axis=1)
+            scale = np.ones(len(keys))
+        else:
+            q = np.where(_e4m3_is_nan(query), np.nan, E4M3_UNITS[query] * 2.0**-9)
+            k = np.where(_e4m3_is_nan(keys), np.nan, E4M3_UNITS[keys] * 2.0**-9)
+            scale = key_scales(key_format, key_scale_bytes).astype(np.float64)
+        dot, wide = q @ k.T, weights.astype(np.float64)
+        value = scale * (wide @ np.where(dot < 0, 0.0, dot))
+        products = np.abs(q) @ np.abs(k).T
+        sums = np.abs(wide) @ products
+        magnitude = np.abs(scale) * sums
+        return value, magnitude, np.maximum(np.maximum(sums, magnitude), products.max(axis=0))
+
+
 # --- selection -----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,10 @@ from keysieve.spec import FORMATS, IndexerSpec
 GPU_HEADS_AND_ROWS = ((32, 1), (64, 1), (8, 3), (16, 8), (64, 2))
 """(heads, next_n) pairs that are checked on a GPU, in all formats: each is a kernel to compile or load."""
 
+GPU_REPEATS = 8
+ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "shards")
+GPU_STAGES = ("writers", "queries", "scores", "topk", "steps")
+
 
 def scope_for(device: torch.device, backend: str = "auto") -> Scope:
     """The scope of a run on ``device``.
@@ -35,4 +39,12 @@ def scope_for(device: torch.device, backend: str = "auto") -> Scope:
                 reasons.append(reason)
     if not runs:
         raise UnsupportedError(reasons[0])
-    return Scope(device, backend, tuple(runs))
+    return Scope(device, backend, tuple(runs), numerics=(None,), repeats=GPU_REPEATS)
+
+
+def stages_for(scope: Scope) -> tuple[str, ...]:
+    """Names of the stages that a run on ``scope`` consists of.
+
+    Context-parallel lists and merging are checked on the CPU; the kernels for them have tests of their own.
+    """
+    return ALL_STAGES if scope.device.type == "cpu" else GPU_STAGES

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keysieve.api import DecodeIndexer, score
-from keysieve.backends import DeviceFaultWarning
-from keysieve.cache import IndexCache
+from keysieve.api import DecodeIndexer
+from keysieve.backends import name_for
 from keysieve.check import brute
 from keysieve.check.hostile import hostile_case
-from keysieve.check.trial import Mismatch, Scope, bits16, generators, pool_of, shown, thirds
+from keysieve.check.oracle import StepTrial, arguments, expected_logits, require_near, row_bytes, score_bits
+from keysieve.check.trial import Mismatch, Scope, generators, shown, thirds
 from keysieve.check.writers import require
 from keysieve.checks import DeviceFault
 from keysieve.spec import FORMATS, PAGE, IndexerSpec
@@ -26,34 +25,13 @@ from keysieve.testing import Case, draw_case, guarded_rows
 BAD_PAGES = (-1, -(2**31), 2**31 - 1)
 
 
-@dataclass(frozen=True, eq=False)
-class StepTrial:
-    """A case and how it is passed.
-
-    Attributes:
-        case: the tensors, on the CPU.
-        lengths_2d: pass lengths as [requests, next_n].
-        expanded: pass the tables with one row per query row (needs ``lengths_2d`` if next_n > 1).
-        bf16_weights: pass BF16 weights.
-        int64_lengths: pass int64 lengths.
-        extra: columns of ``max_len`` (score) or keys of ``max_context`` (step) past the longest row.
-    """
-
-    case: Case
-    lengths_2d: bool = False
-    expanded: bool = False
-    bf16_weights: bool = False
-    int64_lengths: bool = False
-    extra: int = 0
-
-
 # --- drawing and shrinking -----------------------------------------------------------------------------------------
 
 
 def draw_step(seed: int, scope: Scope, hostile: float = 0.2) -> StepTrial:
     """A case of anything, now and then a long one, now and then with page ids or lengths that must be caught."""
     rng, gen = generators(seed)
-    given: dict[str, Any] = {"numerics": rng.choice(["fp32", "fp32", "bf16"])}
+    given: dict[str, Any] = {"numerics": rng.choice(scope.numerics)}
     if scope.specs is not None:
         given["key_format"], given["heads"], given["next_n"] = rng.choice(scope.specs)
     if rng.random() < hostile:
@@ -206,45 +184,7 @@ def describe_step(trial: StepTrial) -> str:
     )
 
 
-# --- arguments and oracle ------------------------------------------------------------------------------------------
-
-
-def arguments(trial: StepTrial, scope: Scope) -> tuple[Case, tuple[Any, Any, Any, Any, Any], dict[str, Any]]:
-    """The case on the device, and the positional and paging arguments of a call."""
-    case = trial.case.to(scope.device)
-    weights = case.weights.to(torch.bfloat16) if trial.bf16_weights else case.weights
-    lengths = case.seq_lens.to(torch.int64) if trial.int64_lengths else case.seq_lens
-    table, paging = case.index_table, case.paging()
-    if trial.lengths_2d:
-        lengths = lengths.view(case.requests, case.next_n)
-    if trial.expanded and (trial.lengths_2d or case.next_n == 1):
-        table = table.repeat_interleave(case.next_n, 0)
-        if paging:
-            paging["kv_table"] = paging["kv_table"].repeat_interleave(case.next_n, 0)
-    return case, (case.query, IndexCache(case.spec, case.cache), weights, lengths, table), paging
-
-
-def expected_logits(trial: StepTrial, lengths: list[int], numerics: str) -> list[NDArray[Any]]:
-    """Per row, the BF16 bits that the contract gives its keys."""
-    case = trial.case
-    pool, stride = pool_of(case.cache)
-    weights = (case.weights.to(torch.bfloat16) if trial.bf16_weights else case.weights).float().numpy()
-    pair = case.query if isinstance(case.query, tuple) else (case.query, None)
-    codes = pair[0].contiguous().view(torch.uint8).numpy()
-    words = None if pair[1] is None else pair[1].contiguous().view(torch.uint8).view(*pair[1].shape, 4).numpy()
-    wanted = []
-    for request in range(case.requests):
-        rows = range(request * case.next_n, (request + 1) * case.next_n)
-        most = max(lengths[t] for t in rows)
-        pages = case.index_table[request].tolist()
-        outside = np.array([not 0 <= pages[p // PAGE] < case.cache.shape[0] for p in range(most)], dtype=bool)
-        slots = [0 if outside[p] else pages[p // PAGE] * PAGE + p % PAGE for p in range(most)]
-        keys, scales = brute.gather_keys(pool, stride, case.spec.key_format, slots)
-        for t in rows:
-            n, q_words = lengths[t], None if words is None else words[t]
-            bits = brute.logits(case.spec.key_format, numerics, codes[t], q_words, weights[t], keys[:n], scales[:n])
-            wanted.append(np.where(outside[:n], brute.NAN_BITS, bits).astype(np.uint16))
-    return wanted
+# --- stages ----------------------------------------------------------------------------------------------------------
 
 
 class Scores:
@@ -258,18 +198,28 @@ class Scores:
     def run(self, trial: StepTrial, scope: Scope) -> None:
         case, given, _ = arguments(trial, scope)
         max_len = longest(trial.case) + trial.extra
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeviceFaultWarning)
-            got = score(case.spec, *given, max_len=max_len)
-        if tuple(got.shape) != (case.rows, max_len) or got.dtype != torch.bfloat16:
-            raise Mismatch(f"score: {got.dtype} {list(got.shape)}, expected bfloat16 {[case.rows, max_len]}")
+        bits = score_bits(case.spec, given, max_len)
         lengths = usable(replace(trial.case, kv_table=None), max_len)
-        bits = bits16(got)
         for t, length in enumerate(lengths):
             require(f"row {t} past its length {length}", bits[t, length:], np.full(max_len - length, 0xFF80, np.uint16))
-        wanted = expected_logits(trial, lengths, case.spec.numerics_on("cpu"))
-        for t, length in enumerate(lengths):
-            require(f"logits of row {t}", bits[t, :length], wanted[t])
+        if scope.exact_scores:
+            wanted = expected_logits(trial, lengths, case.spec.numerics_on("cpu"))
+            for t, length in enumerate(lengths):
+                require(f"logits of row {t}", bits[t, :length], wanted[t])
+            return
+        numerics = case.spec.numerics_on(name_for(scope.backend, scope.device))
+        for t, row in enumerate(row_bytes(trial, lengths)):
+            require_near(f"logits of row {t}", bits[t, : lengths[t]], row, case.spec, numerics)
+        self._same_bits(trial, scope, bits, max_len)
+
+    def _same_bits(self, trial: StepTrial, scope: Scope, bits: NDArray[Any], max_len: int) -> None:
+        """Again, and a row on its own: the same bits."""
+        case, given, _ = arguments(trial, scope)
+        for _ in range(scope.repeats - 1):
+            require("logits of a repeated call", score_bits(case.spec, given, max_len), bits)
+        for t in range(0, case.rows, max(1, case.rows // 3)):
+            alone, alone_given, _ = arguments(replace(trial, case=row_alone(trial.case, t)), scope)
+            require(f"logits of row {t} alone", score_bits(alone.spec, alone_given, max_len)[0], bits[t])
 
 
 class Steps:
@@ -292,7 +242,7 @@ class Steps:
         out.assert_canaries()
         where.assert_canaries()
         lengths = usable(trial.case, limit)
-        wanted = expected_logits(trial, lengths, case.spec.numerics_on(indexer.backend))
+        wanted = self._logits(trial, scope, lengths, limit)
         for t, length in enumerate(lengths):
             chosen = brute.select(wanted[t], topk)
             tail = [-1] * (topk - len(chosen))
@@ -304,6 +254,19 @@ class Steps:
             require(f"rows of row {t}", out.view[t].cpu().numpy(), as_int32(placed + tail))
             require(f"counts[{t}]", counts[t : t + 1].cpu().numpy(), as_int32([len(chosen)]))
         self._faults(trial, indexer, lengths)
+        for _ in range(scope.repeats - 1):
+            again = indexer(*given, **paging, positions=True)
+            assert again.positions is not None
+            require("rows of a repeated step", again.rows.cpu().numpy(), out.view.cpu().numpy())
+            require("positions of a repeated step", again.positions.cpu().numpy(), where.view.cpu().numpy())
+
+    def _logits(self, trial: StepTrial, scope: Scope, lengths: list[int], limit: int) -> list[NDArray[Any]]:
+        """The logits to select from: on the CPU the brute force's, on a GPU the device's own."""
+        if scope.exact_scores:
+            return expected_logits(trial, lengths, trial.case.spec.numerics_on("cpu"))
+        case, given, _ = arguments(trial, scope)
+        bits = score_bits(case.spec, given, limit)
+        return [bits[t, :length] for t, length in enumerate(lengths)]
 
     def _faults(self, trial: StepTrial, indexer: DecodeIndexer, lengths: list[int]) -> None:
         """The indexer reports rows that were left empty and pages outside the pool, and nothing else."""

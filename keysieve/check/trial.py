@@ -27,11 +27,15 @@ class Scope:
         backend: as for ``DecodeIndexer``.
         specs: (key_format, heads, next_n) triples that may be drawn, or None for all. A GPU backend compiles one kernel
             for each, so a run keeps to a few.
+        numerics: what may be drawn for the spec's numerics.
+        repeats: how often a step is run; all runs must give the same bits.
     """
 
     device: torch.device
     backend: str = "auto"
     specs: tuple[tuple[str, int, int], ...] | None = None
+    numerics: tuple[str | None, ...] = ("fp32", "fp32", "bf16")
+    repeats: int = 1
 
     @property
     def exact_scores(self) -> bool:

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         from keysieve.dcp import protocol
 
         return protocol.check(large=args.protocol == "large")
+    from keysieve.check.devices import stages_for
     from keysieve.check.runner import STAGES, Tally, examine, run_cases
 
     known = {stage.name: stage for stage in STAGES}
@@ -54,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
         for stage in STAGES:
             print(f"{stage.name:10} {(type(stage).__doc__ or '').splitlines()[0]}")
         return 0
-    names = tuple(known) if args.stage is None else tuple(args.stage.split(","))
-    for name in names:
+    for name in (args.stage or "").split(",") if args.stage else ():
         require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")
     scope = _scope(args)
+    names = stages_for(scope) if args.stage is None else tuple(args.stage.split(","))
     if args.replay is not None:
         if len(names) != 1:
             refuse("--replay", got=f"{len(names)} stages", accepted="one --stage", remedy="Name the case's stage.")
