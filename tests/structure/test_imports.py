@@ -33,6 +33,7 @@ LAYERS = {
     "keysieve.backends": 6,
     "keysieve.api": 7,
     "keysieve.ops": 7,
+    "keysieve.indexer": 7,
     "keysieve": 8,
     "keysieve.integrations": 9,
     "keysieve.check": 9,

@@ -1,0 +1,335 @@
+"""``DecodeIndexer``: the whole step of one model's indexer, and how much memory it takes.
+
+Checks, plan, launch, in this order; a refused call has written nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from keysieve import ops
+from keysieve.backends import as_device, name_for, resolve
+from keysieve.checks import KeysieveError, refuse, require_int
+from keysieve.dcp.base import ContextParallel
+from keysieve.inputs import (
+    Placement,
+    Query,
+    Selection,
+    Step,
+    check_output,
+    check_placement,
+    check_spec,
+    check_step,
+    query_of,
+)
+from keysieve.plan import Plan, Problem, Sharding, make_plan
+from keysieve.reference.rows import physical_rows
+from keysieve.spec import MAX_NEXT_N, IndexerSpec
+
+_MAX_SITE = (1 << 16) - 1
+"""The signature of a context-parallel call packs rows and site into one word, 16 bits each."""
+
+
+def workspace_bytes(
+    spec: IndexerSpec,
+    max_rows: int,
+    max_context: int,
+    next_n: int | Sequence[int] = 1,
+    device: torch.device | str = "cuda",
+    backend: str = "auto",
+    dcp: ContextParallel | None = None,
+    max_total_keys: int | None = None,
+) -> int:
+    """Bytes that a ``DecodeIndexer`` with these arguments allocates on its device; nothing is allocated.
+
+    The buffers are shared by all layers that use the indexer. ``backend`` may name a GPU backend on a machine that
+    has no such GPU: planning needs none.
+    """
+    where = as_device(device)
+    name = backend if backend not in ("auto", "cpu") else name_for(backend, where)
+    sharding = None
+    if dcp is not None:
+        _check_dcp(dcp)
+        sharding = Sharding(dcp.world, dcp.rank, dcp.interleave, dcp.offered(spec.topk), dcp.sharded)
+    counts = _next_n_counts(next_n)
+    problem = Problem(check_spec(spec), name, max_rows, max_context, counts, max_total_keys, sharding)
+    return make_plan(problem).workspace_bytes
+
+
+def _check_dcp(dcp: Any) -> ContextParallel:
+    if not isinstance(dcp, ContextParallel):
+        remedy = "Build ks.dcp.Exchange(group) or ks.dcp.Gather(group)."
+        refuse("dcp", got=type(dcp).__name__, accepted="a keysieve.dcp object, or None", remedy=remedy)
+    return dcp
+
+
+def _next_n_counts(next_n: int | Sequence[int]) -> tuple[int, ...]:
+    """``next_n`` as the sorted tuple of the counts to prepare for."""
+    remedy = "Use at most 8 query rows per request (1 + speculative tokens)."
+    given = tuple(next_n) if isinstance(next_n, Sequence) else (next_n,)
+    if not given:
+        refuse("next_n", got="an empty sequence", accepted="an int in 1..8, or several", remedy=remedy)
+    return tuple(sorted({require_int("next_n", n, 1, MAX_NEXT_N, remedy) for n in given}))
+
+
+class DecodeIndexer:
+    """The whole step: for every query row the exact top-k keys, as physical rows of the attention KV cache.
+
+    One object serves all layers of a model. Its buffers are allocated here, never in a step.
+
+    Args:
+        spec: the model's indexer.
+        max_rows: query rows a step may have, padding rows included.
+        max_context: the longest length of a row, in keys.
+        next_n: query rows per request (1 + speculative tokens): an int, or all that steps may use.
+        device: where the tensors lie.
+        backend: ``"auto"`` (the device decides), ``"cpu"``, ``"sm90"`` or ``"sm100"``.
+        dcp: ``ks.dcp.Exchange`` or ``ks.dcp.Gather`` for decode context parallelism; None for one GPU or tensor
+            parallel.
+        max_total_keys: bound on the logits buffer in elements (``next_n * 128 * tiles`` summed over the requests of a
+            step), where fewer can occur than ``max_rows * max_context``.
+
+    Raises:
+        UnsupportedError: no backend runs this on the device; never a fallback to another device.
+        KeysieveError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        spec: IndexerSpec,
+        max_rows: int,
+        max_context: int,
+        next_n: int | Sequence[int] = 1,
+        device: torch.device | str = "cuda",
+        backend: str = "auto",
+        dcp: ContextParallel | None = None,
+        max_total_keys: int | None = None,
+    ) -> None:
+        self.spec = check_spec(spec)
+        self.device = as_device(device)
+        self.next_n = _next_n_counts(next_n)
+        self._backend = resolve(spec, next_n=self.next_n[-1], backend=backend, device=self.device)
+        self.dcp = dcp
+        sharding = None
+        if dcp is not None:
+            sharding = _check_dcp(dcp).bind(spec, max_rows=max_rows, max_context=max_context, device=self.device)
+        problem = Problem(spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding)
+        self._runner = self._backend.runner(make_plan(problem), self.device)
+        self._handle = ops.register(self)
+
+    @property
+    def plan(self) -> Plan:
+        """What runs and what it takes; printable."""
+        return self._runner.plan
+
+    @property
+    def backend(self) -> str:
+        """The backend in use: ``"cpu"``, ``"sm90"`` or ``"sm100"``."""
+        return self._backend.name
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all buffers this indexer owns."""
+        return self.plan.workspace_bytes
+
+    def check(self) -> None:
+        """Report what no host could see when a step was launched; on a GPU this synchronises.
+
+        Such a step has safe results: a row whose length is beyond the tables or ``max_context`` is empty, the keys of
+        a page id outside the pool have NaN logits, and nothing outside the pool was read.
+
+        Raises:
+            DeviceFault: since the last check a step met such a row or page; the text names the first ones.
+        """
+        self._runner.check()
+
+    def __repr__(self) -> str:
+        return f"DecodeIndexer({self.spec}, {self.plan})"
+
+    def __call__(
+        self,
+        query: Query,
+        cache: Any,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        *,
+        kv_table: torch.Tensor | None = None,
+        kv_page: int | None = None,
+        block_rows: int | None = None,
+        positions: bool | torch.Tensor = False,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Selection:
+        """Select the keys of one layer and step.
+
+        Args:
+            query, cache, weights, seq_lens, index_table: as for :func:`score`. With ``dcp`` the lengths are global;
+                cache and tables are this rank's.
+            kv_table: int32 ``[requests, blocks]`` (or one row per query row), any row stride: block ids of the
+                attention cache. Without it the output rows are key positions (with ``dcp``: local indices).
+            kv_page: tokens per block, a power of two; default the spec's page.
+            block_rows: rows a block spans in the cache view; default ``kv_page``.
+            positions: True for the key positions as well, or an int32 ``[rows, topk]`` buffer for them.
+            out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart.
+            counts: int32 ``[rows]`` buffer.
+            site: the layer or call site, for the signature that context-parallel ranks compare.
+
+        Returns:
+            Selection: ``rows``, ``counts`` and ``positions`` (None if not asked for); every entry is defined: -1 past
+            the count, count 0 for a padding row. With ``dcp`` positions are all winners' global positions.
+
+        Raises:
+            KeysieveError: an argument is wrong, or the step exceeds ``max_rows`` or ``max_total_keys``. Nothing was
+                written.
+        """
+        if torch.compiler.is_compiling():
+            return self._compiled(
+                query,
+                cache,
+                weights,
+                seq_lens,
+                index_table,
+                kv_table,
+                kv_page,
+                block_rows,
+                positions,
+                out,
+                counts,
+                site,
+            )
+        with self._peers_told():
+            step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
+            place = check_placement(
+                kv_table,
+                kv_page,
+                block_rows,
+                rows=step.rows,
+                requests=step.requests,
+                next_n=step.next_n,
+                device=step.codes.device,
+            )
+            self._check_limits(step, site)
+            result = self._outputs(step.rows, step.codes.device, positions, out, counts)
+            if self.dcp is not None:
+                step = self._runner.within_limits(step)
+                self._runner.check_local(self.dcp.local_lens(step.seq_lens), place)
+            logits = None if self.dcp is None else self._own_logits(self.dcp, step)
+        if self.dcp is not None and logits is not None:
+            self._exchange(self.dcp, step, logits, place, result, site)
+        elif step.rows:
+            self._runner.run(step, place, result)
+        return result
+
+    @contextmanager
+    def _peers_told(self) -> Iterator[None]:
+        """Context-parallel peers of a refused call are told, so that they fail at once and stay in step."""
+        try:
+            yield
+        except KeysieveError:
+            if self.dcp is not None:
+                self.dcp.withdraw()
+            raise
+
+    def _check_limits(self, step: Step, site: int) -> None:
+        limit = self.plan.problem.max_rows
+        if step.rows > limit:
+            remedy = "Build the indexer with a larger max_rows, or split the batch."
+            refuse("query", got=f"{step.rows} rows", accepted=f"at most max_rows = {limit}", remedy=remedy)
+        if step.rows and step.next_n not in self.next_n:
+            refuse(
+                "next_n",
+                got=f"{step.next_n} ({step.rows} query rows, {step.requests} requests)",
+                accepted=f"one of {self.next_n}, as the indexer was built for",
+                remedy="Build the indexer with next_n=(...) of all counts that steps use.",
+            )
+        require_int("site", site, 0, _MAX_SITE, "Pass the layer number.")
+
+    def _outputs(
+        self,
+        rows: int,
+        device: torch.device,
+        positions: bool | torch.Tensor,
+        out: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> Selection:
+        """The caller's buffers, checked, and new ones for what was not given."""
+        shape = (rows, self.spec.topk)
+        chosen = _buffer("out", out, shape, device)
+        number = _buffer("counts", counts, (rows,), device)
+        if isinstance(positions, torch.Tensor):
+            check_output("positions", positions, shape, device)
+            traced = torch.compiler.is_compiling()  # tensors without addresses; the operator comes here again
+            if rows and not traced and positions.data_ptr() == chosen.data_ptr():
+                remedy = "Allocate two buffers."
+                refuse("positions", got="the buffer given as out", accepted="another buffer", remedy=remedy)
+            return Selection(chosen, number, positions)
+        return Selection(chosen, number, torch.empty(shape, dtype=torch.int32, device=device) if positions else None)
+
+    def _own_logits(self, dcp: ContextParallel, step: Step) -> torch.Tensor:
+        """BF16 ``[rows, any]``: the scores of the keys that lie on this rank, by local index."""
+        table = None if dcp.sharded else dcp.own_table(step.index_table)
+        if dcp.sharded or table is not None:
+            return self._runner.local_logits(step.with_lengths(dcp.local_lens(step.seq_lens), table))
+        return dcp.own_columns(self._runner.local_logits(step))
+
+    def _exchange(
+        self, dcp: ContextParallel, step: Step, logits: torch.Tensor, place: Placement, out: Selection, site: int
+    ) -> None:
+        """Candidates to the peers, own winners back. Also with zero rows: the peers wait for it."""
+        won = dcp.select(logits, dcp.local_lens(step.seq_lens), step.seq_lens, site=site)
+        chosen = won.local
+        if place.kv_table is not None:
+            chosen = physical_rows(chosen, place.kv_table, kv_page=place.kv_page, block_rows=place.block_rows)
+        out.rows.copy_(chosen)
+        out.counts.copy_(won.counts)
+        if out.positions is not None:
+            out.positions.copy_(won.positions)
+
+    def _compiled(
+        self,
+        query: Query,
+        cache: Any,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        kv_table: torch.Tensor | None,
+        kv_page: int | None,
+        block_rows: int | None,
+        positions: bool | torch.Tensor,
+        out: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        site: int,
+    ) -> Selection:
+        """Under torch.compile: one opaque operator, which makes the same checks when it runs."""
+        codes, words = query_of(query)
+        result = self._outputs(codes.shape[0], codes.device, positions, out, counts)
+        ops.decode_step(
+            self._handle,
+            codes,
+            words,
+            cache.data,
+            weights,
+            seq_lens,
+            index_table,
+            kv_table,
+            kv_page,
+            block_rows,
+            site,
+            result.rows,
+            result.counts,
+            result.positions,
+        )
+        return result
+
+
+def _buffer(argument: str, given: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``given`` if it fits, else a new int32 buffer."""
+    if given is not None:
+        return check_output(argument, given, shape, device)
+    return torch.empty(shape, dtype=torch.int32, device=device)
