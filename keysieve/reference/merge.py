@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from keysieve.checks import refuse, require_int, require_tensor
+from keysieve.inputs import check_placement
 from keysieve.reference.dcp_maps import check_sharding, global_positions, lens_of_all_ranks
 from keysieve.reference.local_topk import require_candidates, unpack_candidates
 from keysieve.reference.rows import physical_rows
@@ -74,7 +75,8 @@ def merge(
             returned instead of local indices.
 
     Raises:
-        KeysieveError: a wrong shape or dtype; lists longer than k; a saturated rank without its second list.
+        KeysieveError: a wrong shape or dtype; lists longer than k; a saturated rank without its second list; a table
+            without a block for a winner.
     """
     words = require_candidates("words", words)
     world, rows, _ = words.shape
@@ -98,7 +100,7 @@ def merge(
     counts = won[:, rank].sum(-1, dtype=torch.int32)
     out = local.to(torch.int32)
     if kv_table is not None:
-        out = physical_rows(out, kv_table, kv_page=kv_page, block_rows=block_rows, row_request=row_request)
+        out = _placed(out, kv_table, kv_page, block_rows, row_request)
     return Merged(out, counts, positions, saturated.T.contiguous())
 
 
@@ -182,6 +184,35 @@ def _with_second(
         _check_lists("second", again, seq_lens, interleave, k, saturated)
     padded = torch.nn.functional.pad(order, (0, k - n))
     return torch.where(saturated.unsqueeze(-1), again, padded)
+
+
+def _placed(
+    local: torch.Tensor,
+    kv_table: torch.Tensor,
+    kv_page: int | None,
+    block_rows: int | None,
+    row_request: torch.Tensor | None,
+) -> torch.Tensor:
+    """Physical rows of ``local [rows, k]`` in this rank's KV cache, or a refusal of the table."""
+    rows, device = local.shape[0], local.device
+    requests = kv_table.shape[0] if isinstance(kv_table, torch.Tensor) and kv_table.dim() else rows
+    place = check_placement(kv_table, kv_page, block_rows, rows=requests, requests=requests, next_n=1, device=device)
+    if row_request is not None:
+        kinds = (torch.int32, torch.int64)
+        row_request = require_tensor("row_request", row_request, dtypes=kinds, shape=(rows,), device=device)
+        inside = bool(((row_request >= 0) & (row_request < requests)).all())
+    else:
+        inside = rows % requests == 0 if requests else rows == 0
+    columns = 0 if place.table_keys is None else place.table_keys
+    farthest = int(local.max()) if local.numel() else -1
+    if not inside or farthest >= columns:
+        refuse(
+            "kv_table",
+            got=f"{requests} rows of {columns} keys, for {rows} rows whose winners reach local index {farthest}",
+            accepted="a table row for every row (row_request names them) and a block for every winner",
+            remedy="Pass this rank's own KV block table, as wide as its longest row.",
+        )
+    return physical_rows(local, kv_table, kv_page=place.kv_page, block_rows=place.block_rows, row_request=row_request)
 
 
 def _check_lists(

@@ -97,6 +97,8 @@ def _long_steps(rank: int, _world: int, calls: int) -> Any:
     digests = []
     for call in range(calls):
         lens = torch.tensor([131072, 80_000 + call, 0, 100], dtype=torch.int32)
+        if call == calls - 1:  # an idle batch after a long step: dummy rows of one key
+            lens = torch.tensor([1, 1, 0, 1], dtype=torch.int32)
         logits = torch.randn(4, 131072, generator=torch.Generator().manual_seed(call)).bfloat16()
         time.sleep(float(torch.rand(1, generator=pause)) * 0.005)
         won = group.select(group.own_columns(logits), group.local_lens(lens), lens, site=call)
@@ -112,7 +114,7 @@ def test_long_rows_with_delayed_ranks_and_an_idle_batch_after_them() -> None:
     for call in range(4):
         assert len({str(ranks[call][0]) for ranks in per_rank}) == 1
         counts = torch.tensor([ranks[call][1] for ranks in per_rank]).sum(0)
-        assert counts.tolist() == [2048, 2048, 0, 100]
+        assert counts.tolist() == ([2048, 2048, 0, 100] if call < 3 else [1, 1, 0, 1])
 
 
 # --- errors, on every rank, in bounded time ------------------------------------------------------------------------

@@ -135,6 +135,23 @@ def test_physical_rows_are_of_this_ranks_shard() -> None:
     assert int(swapped.rows[0, 0]) == int(table[1, first // 16]) * 16 + first % 16
 
 
+def test_tables_that_do_not_reach_the_winners_are_refused() -> None:
+    case = _case(2, 1, 4, 4, [[float(g) for g in range(100)], [1.0] * 5])
+    words = _lists(case, 4)
+    wide = torch.zeros(2, 4, dtype=torch.int32)
+    assert ks.merge(words, 4, rank=0, kv_table=wide, kv_page=16).counts.tolist() == [2, 2]
+    for table, page, named in (
+        (wide[:, :3], 16, "reach local index 49"),
+        (torch.zeros(3, 4, dtype=torch.int32), 16, "3 rows of 64 keys"),
+        (wide, 24, "kv_page"),
+        (wide.long(), 16, "kv_table"),
+    ):
+        with pytest.raises(ks.KeysieveError, match=named):
+            ks.merge(words, 4, rank=0, kv_table=table, kv_page=page)
+    with pytest.raises(ks.KeysieveError, match="row_request"):
+        ks.merge(words, 4, rank=0, kv_table=wide, kv_page=16, row_request=torch.tensor([0, 2]))
+
+
 def test_words_may_come_as_a_list_and_need_no_lengths_with_n_equal_k() -> None:
     case = _case(3, 2, 6, 6, [[float(g * 7 % 11) for g in range(40)]])
     words = _lists(case, 6)
