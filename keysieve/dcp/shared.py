@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keysieve.checks import refuse, require_tensor
+from keysieve.checks import KeysieveError, refuse, require_tensor
 from keysieve.dcp.base import ContextParallel, ExchangeError, Winners
 from keysieve.dcp.memory import ExchangeMemory, Halves, PromptWire, Stores
 from keysieve.reference.local_topk import local_topk
@@ -92,18 +92,22 @@ class SharedExchange(ContextParallel):
         """Let this rank's last stores land; call it when no further call will be made."""
         self._wire.close()
 
+    def withdraw(self) -> None:
+        """Stores cannot say "refused", and a later call could be taken for the refused one: so there is none."""
+        if self._broken is None:
+            self._broken = f"rank {self.rank} refused a call of its own, which its peers cannot know"
+
     def select(
         self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor, *, site: int = 0
     ) -> Winners:
         if self._broken is not None:
             raise ExchangeError(f"this exchange failed before and its ranks are out of step: {self._broken}")
         rows, k = seq_lens.shape[0], self.topk
-        integers = (torch.int32, torch.int64)
-        require_tensor("local_lens", local_lens, dtypes=integers, shape=(rows,))
-        require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(rows, None), unit_inner=True)
-        if rows > self.max_rows:
-            refuse("rows", got=rows, accepted=f"at most max_rows = {self.max_rows}", remedy="Build a larger indexer.")
-        words, _ = local_topk(logits, local_lens, self.memory.shape.topn, self.planes)
+        try:
+            words = self._candidates(logits, local_lens, rows)
+        except KeysieveError:
+            self.withdraw()
+            raise
         signatures = self._signatures(rows, site, seq_lens)
         for row in range(rows):
             self._push(row, words[row].numpy(), signatures[row])
@@ -116,6 +120,15 @@ class SharedExchange(ContextParallel):
         for row in range(rows):
             self._merge_row(row, logits, local_lens, seq_lens, signatures[row], won)
         return won
+
+    def _candidates(self, logits: torch.Tensor, local_lens: torch.Tensor, rows: int) -> torch.Tensor:
+        """int32 ``[rows, words]``: this rank's first lists, or a refusal."""
+        integers = (torch.int32, torch.int64)
+        require_tensor("local_lens", local_lens, dtypes=integers, shape=(rows,))
+        require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(rows, None), unit_inner=True)
+        if rows > self.max_rows:
+            refuse("rows", got=rows, accepted=f"at most max_rows = {self.max_rows}", remedy="Build a larger indexer.")
+        return local_topk(logits, local_lens, self.memory.shape.topn, self.planes)[0]
 
     def _signatures(self, rows: int, site: int, seq_lens: torch.Tensor) -> NDArray[np.uint32]:
         """uint32 ``[rows, 2]``: (rows and call site, the row's global length)."""

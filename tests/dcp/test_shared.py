@@ -198,6 +198,25 @@ def test_a_skipped_call_is_found_by_the_site() -> None:
     assert "source 0 made another call: 1 rows, site 1" in texts[1]
 
 
+def test_a_rank_that_refuses_a_call_makes_no_other_and_its_peer_is_told_by_the_clock() -> None:
+    """Its next call would carry the tag of the refused one, and could be merged in its place."""
+    cases = [_drawn(s, world=2, n=8, k=8, rows=1) for s in range(2)]
+    exchanges = _ranks(ExchangeShape(2, 1, 8, 8), timeout=0.5)
+    wrong = replace(cases[0], logits=cases[0].logits.float())
+
+    def work(exchange: SharedExchange) -> Any:
+        if exchange.rank == 0:
+            return _calls(exchange, cases, sites=[0, 0])
+        with pytest.raises(ks.KeysieveError, match="logits: got float32"):
+            _calls(exchange, [wrong], sites=[0])
+        return _calls(exchange, [cases[1]], sites=[0])
+
+    (peer, seconds), (own, _) = _threads(exchanges, work)
+    assert "no answer within 0.5 s: source 1" in str(peer)
+    assert seconds < 3
+    assert "rank 1 refused a call of its own" in str(own)
+
+
 def test_a_rank_that_never_answers_ends_in_a_report_that_names_it() -> None:
     case = _drawn(1, world=3, n=8, k=8, rows=2)
     exchanges = _ranks(ExchangeShape(3, 2, 8, 8), timeout=0.5)
