@@ -1,4 +1,4 @@
-"""``keysieve bench``: measurements, each gated by exactness in the same run, and their plots."""
+"""``keysieve bench``: measurements, each gated by exactness in the same run, and their tables and plots."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import argparse
 import importlib
 from typing import Any
 
-TOPICS = {
-    "cpu": ("keysieve.bench.cpu", "the cpu backend against the obvious float32 code; peak memory of a long row"),
+TOPICS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "cpu": (
+        "keysieve.bench.cpu",
+        (),
+        "the cpu backend against the obvious float32 code; peak memory of a million-key row",
+    ),
+    "table": ("keysieve.bench.report", ("table",), "recorded measurements (JSON lines) as a table"),
+    "plot": ("keysieve.bench.report", ("plot",), "recorded measurements as pictures, with the roofline drawn in"),
 }
-"""Topic -> module with ``main(argv) -> int``, and what it measures."""
+"""Topic -> module with ``main(argv) -> int``, the arguments put before the user's, and what it does."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``bench`` to the command line."""
-    topics = "\n".join(f"  {name:8} {what}" for name, (_, what) in TOPICS.items())
+    topics = "\n".join(f"  {name:8} {what}" for name, (_, _, what) in TOPICS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="measure, with exactness checked in the same run",
@@ -29,10 +35,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a topic's measurements; its exit code: 0 if all results were exact and within their limits."""
+    """Run a topic; its exit code: 0 if all results were exact and within their limits."""
     if args.topic is None:
         print(args.usage())
         return 0 if args.help else 2
-    module = importlib.import_module(TOPICS[args.topic][0])
-    code: int = module.main([*(["--help"] if args.help else []), *args.options])
+    module, before, _ = TOPICS[args.topic]
+    code: int = importlib.import_module(module).main([*before, *(["--help"] if args.help else []), *args.options])
     return code
