@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from keysieve.api import DecodeIndexer
-from keysieve.cache import IndexCache
 from keysieve.checks import UnsupportedError, message, refuse
 from keysieve.integrations.transformers_scores import EXPRESSION, DeferredKeys, Scoring
+from keysieve.integrations.transformers_step import IndexerStep, Observer, Selector, StepSelector, part_of
 from keysieve.integrations.transformers_store import LayerStore, Visibility, Work, first_written, own_keys
 from keysieve.quantize import quantize_query
 from keysieve.spec import MAX_NEXT_N, IndexerSpec
+
+__all__ = ["IndexerStep", "Observer", "Patched", "PatchedIndexer", "Selector", "StepSelector", "patch"]
 
 TRIED = (
     "AXK2Indexer",
@@ -50,76 +49,6 @@ UNFIT = {
     "MiniMaxM3VLIndexer": "it selects blocks of keys per head from the largest score in each",
     "Qwen4ExpTextQSAIndexer": "it scores compressed blocks of keys and returns a mask",
 }
-
-Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class IndexerStep:
-    """Everything one selection starts from: the arguments of a :class:`keysieve.DecodeIndexer` call.
-
-    Attributes:
-        layer: the model's layer number.
-        spec: the layer's indexer.
-        query: quantised query of ``rows`` rows, as :func:`keysieve.quantize_query` gives it.
-        weights: float32 ``[rows, heads]`` with the query scales and the softmax scale folded in.
-        cache: the layer's paged keys.
-        seq_lens: int32 ``[rows]``: keys each row sees; 0 for rows that only fill up the last request.
-        index_table: int32 ``[requests, pages]``; ``rows // requests`` rows are scored together.
-        longest: the largest of ``seq_lens``.
-    """
-
-    layer: int
-    spec: IndexerSpec
-    query: Query
-    weights: torch.Tensor
-    cache: IndexCache
-    seq_lens: torch.Tensor
-    index_table: torch.Tensor
-    longest: int
-
-    @property
-    def next_n(self) -> int:
-        """Rows per request."""
-        return self.seq_lens.shape[0] // self.index_table.shape[0]
-
-
-Selector = Callable[[IndexerStep], tuple[torch.Tensor, torch.Tensor]]
-"""Gives key positions int32 ``[rows, topk]`` (ascending, -1 past the count) and counts int32 ``[rows]``."""
-
-Observer = Callable[[IndexerStep, torch.Tensor, torch.Tensor], None]
-"""Is shown each step with the positions and counts selected for it."""
-
-
-class StepSelector:
-    """The default selector: one :class:`keysieve.DecodeIndexer` per number of rows per request, grown on demand.
-
-    An engine allocates once for its largest context; here nobody says how long a text will get, so the indexer is
-    rebuilt with twice the room whenever a context outgrows it.
-    """
-
-    def __init__(self, *, max_rows: int, backend: str, first_context: int = 4096):
-        self.max_rows, self.backend, self._context = max_rows, backend, first_context
-        self._indexers: dict[tuple[IndexerSpec, int, torch.device], DecodeIndexer] = {}
-
-    def __call__(self, step: IndexerStep) -> tuple[torch.Tensor, torch.Tensor]:
-        if step.longest > self._context:
-            self._context = max(step.longest, 2 * self._context)
-            self._indexers.clear()
-        device = step.weights.device
-        key = (step.spec, step.next_n, device)
-        if key not in self._indexers:
-            rows = max(self.max_rows // step.next_n, 1) * step.next_n
-            self._indexers[key] = DecodeIndexer(
-                step.spec,
-                max_rows=rows,
-                max_context=self._context,
-                next_n=step.next_n,
-                device=device,
-                backend=self.backend,
-            )
-        out = self._indexers[key](step.query, step.cache, step.weights, step.seq_lens, step.index_table)
-        return out.rows, out.counts
 
 
 class _Tap:
@@ -314,7 +243,7 @@ class Patched:
         size = max(self._max_rows // next_n, 1)
         parts = []
         for first in range(0, requests, size):
-            part = _slice(step, slice(first, first + size), slice(first * next_n, (first + size) * next_n))
+            part = part_of(step, slice(first, first + size), slice(first * next_n, (first + size) * next_n))
             positions, counts = self._select(part)
             if self._observer is not None:
                 self._observer(part, positions, counts)
@@ -404,15 +333,3 @@ def _spec_of(module: nn.Module, name: str, key_format: str, numerics: str | None
         )
     heads, topk, head_dim = (int(str(value)) for value in values.values())
     return IndexerSpec(heads=heads, topk=topk, head_dim=head_dim, key_format=key_format, numerics=numerics)
-
-
-def _slice(step: IndexerStep, requests: slice, rows: slice) -> IndexerStep:
-    query = step.query
-    cut: Query = (query[0][rows], query[1][rows]) if isinstance(query, tuple) else query[rows]
-    return replace(
-        step,
-        query=cut,
-        weights=step.weights[rows],
-        seq_lens=step.seq_lens[rows],
-        index_table=step.index_table[requests],
-    )
