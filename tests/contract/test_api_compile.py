@@ -10,6 +10,7 @@ import torch
 
 import keysieve as ks
 from keysieve import IndexerSpec, Selection
+from keysieve.dcp.base import ContextParallel, Winners
 from keysieve.testing import Case, assert_bitwise_equal, random_case
 
 FORMATS = pytest.mark.parametrize("key_format", ["fp8_fp32", "mxfp4"])
@@ -80,6 +81,40 @@ def test_a_compiled_step_writes_the_callers_buffers_and_refuses_what_the_eager_o
     with pytest.raises(ks.KeysieveError, match="weights: got"):
         compiled(case.weights.double())
     assert bool((out == 77).all())
+
+
+class Alone(ContextParallel):
+    """A group of one rank that notes the call sites."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0)
+        self.sites: list[int] = []
+
+    def offered(self, topk: int) -> int:
+        return topk
+
+    def select(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor, *, site: int = 0
+    ) -> Winners:
+        assert torch.equal(local_lens, seq_lens.clamp_min(0))
+        self.sites.append(site)
+        positions, counts = ks.topk(logits, local_lens, self.topk)
+        return Winners(positions, counts, positions)
+
+
+def test_the_call_site_reaches_the_group_compiled_or_not() -> None:
+    case, group = case_of("fp8_fp32"), Alone()
+    cache = case.index_cache()
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu", dcp=group)
+    plain = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+
+    def layer(weights: torch.Tensor) -> torch.Tensor:
+        return indexer(case.query, cache, weights, case.seq_lens, case.index_table, site=7, **case.paging()).rows
+
+    want = plain(case.query, cache, case.weights, case.seq_lens, case.index_table, **case.paging()).rows
+    assert_bitwise_equal(layer(case.weights), want)
+    assert_bitwise_equal(torch.compile(layer, fullgraph=True, backend="eager")(case.weights), want)
+    assert group.sites == [7, 7]
 
 
 @FORMATS
