@@ -68,12 +68,13 @@ def encode_e2m1(x: torch.Tensor, rounding: str = "half_even") -> torch.Tensor:
     code 0, as the host-side converters of the engines that use it do. E2M1 has no NaN: the caller must not pass one.
     """
     require_choice("rounding", rounding, FP4_ROUNDINGS, "See keysieve.quantize.FP4_ROUNDINGS.")
-    bounds = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float32)
-    if rounding == "half_even":
-        # A code is the number of bounds strictly below |x|. The midpoints under an even code must be exceeded by
-        # themselves, so that their tie goes up: take the next float32 below.
-        bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(3))
-    magnitude = torch.bucketize(x.abs(), bounds.to(x.device), out_int32=True).to(torch.uint8)
+    absolute = x.abs()
+    magnitude = torch.zeros_like(x, dtype=torch.uint8)
+    # A code is the number of midpoints exceeded. Comparisons with scalars: a table would have to be copied to the
+    # device, which a CUDA graph cannot capture.
+    for below, midpoint in enumerate(_E2M1_MIDPOINTS):
+        tie_goes_up = rounding == "half_even" and below % 2 == 1
+        magnitude += absolute >= midpoint if tie_goes_up else absolute > midpoint
     negative = torch.signbit(x) if rounding == "half_even" else (x < 0) & (magnitude != 0)
     nibbles = magnitude | (negative.to(torch.uint8) << 3)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
@@ -144,7 +145,8 @@ def _quantize_fp8(x: torch.Tensor, pow2: bool, floor: float) -> tuple[torch.Tens
     """[..., 128] -> codes uint8 [..., 128] and float32 scales [...]."""
     x = _finite(x)
     amax = _block_amax(x, floor)
-    scale = decode_ue8m0(encode_ue8m0_scale(amax, FP8_MAX)) if pow2 else amax / FP8_MAX
+    # A tensor as divisor: on a CUDA device torch turns division by a number into a product with its reciprocal.
+    scale = decode_ue8m0(encode_ue8m0_scale(amax, FP8_MAX)) if pow2 else amax / torch.full_like(amax, FP8_MAX)
     return encode_e4m3(x / scale.unsqueeze(-1)), scale
 
 

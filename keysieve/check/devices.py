@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from keysieve.backends import supports
@@ -14,11 +16,14 @@ GPU_HEADS_AND_ROWS = ((32, 1), (64, 1), (8, 3), (16, 8), (64, 2))
 
 GPU_REPEATS = 8
 ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "shards")
+WITHOUT_KERNELS = ("writers", "queries")
+"""Stages that are torch operations on any device: they need no backend."""
+
 GPU_STAGES = ("writers", "queries", "scores", "topk", "steps")
 
 
-def scope_for(device: torch.device, backend: str = "auto") -> Scope:
-    """The scope of a run on ``device``.
+def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str] | None = None) -> Scope:
+    """The scope of a run of ``stages`` (None: all) on ``device``.
 
     Raises:
         UnsupportedError: no configuration runs there; the text is the reason of the first.
@@ -27,6 +32,8 @@ def scope_for(device: torch.device, backend: str = "auto") -> Scope:
         reason = supports(IndexerSpec(heads=8, topk=8), backend=backend, device=device)
         if reason is not None:
             raise UnsupportedError(reason)
+        return Scope(device, backend)
+    if stages is not None and set(stages) <= set(WITHOUT_KERNELS) and torch.cuda.is_available():
         return Scope(device, backend)
     runs: list[tuple[str, int, int]] = []
     reasons: list[str] = []

@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in (args.stage or "").split(",") if args.stage else ():
         require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")
-    scope = _scope(args)
-    names = stages_for(scope) if args.stage is None else tuple(args.stage.split(","))
+    asked = None if args.stage is None else tuple(args.stage.split(","))
+    scope = _scope(args, asked)
+    names = stages_for(scope) if asked is None else asked
     if args.replay is not None:
         if len(names) != 1:
             refuse("--replay", got=f"{len(names)} stages", accepted="one --stage", remedy="Name the case's stage.")
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return _report(tally, args)
 
 
-def _scope(args: argparse.Namespace) -> Scope:
+def _scope(args: argparse.Namespace, stages: tuple[str, ...] | None) -> Scope:
     """What may be drawn on the asked-for device; refused with the backend's reason if nothing runs there."""
     import torch
 
@@ -89,7 +90,7 @@ def _scope(args: argparse.Namespace) -> Scope:
     from keysieve.check.devices import scope_for
 
     torch.set_num_threads(1)  # cases are small; more threads only get in each other's way
-    return scope_for(as_device(args.device), args.backend)
+    return scope_for(as_device(args.device), args.backend, stages)
 
 
 def _report(tally: Tally, args: argparse.Namespace) -> int:
