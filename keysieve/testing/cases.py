@@ -20,7 +20,7 @@ from keysieve.testing.random_keys import random_codes, random_query
 from keysieve.testing.scores import PATTERNS
 
 if TYPE_CHECKING:
-    from keysieve import IndexCache
+    from keysieve.cache import IndexCache
 
 Query = Tensor | tuple[Tensor, Tensor]
 Lengths = Sequence[int] | Sequence[Sequence[int]]
@@ -85,7 +85,7 @@ class Case:
 
     def index_cache(self) -> IndexCache:
         """The cache wrapped for the public API."""
-        from keysieve import IndexCache
+        from keysieve.cache import IndexCache
 
         return IndexCache(self.spec, self.cache)
 
