@@ -1,9 +1,9 @@
 """BF16 arithmetic, exactly: fused multiply-add with one rounding, and the head sum of ``numerics="bf16"``.
 
-torch has no BF16 fma on the CPU, and computing in a wider type and rounding twice is not the same: the first rounding
-may land on a midpoint of the second. The classical remedy is *round to odd*: when the wide result is inexact and its
-last bit is 0, step it to the neighbour on the side of the exact value. A later rounding to nearest even, to a type at
-least two bits narrower, then gives what one rounding would have given.
+torch has no BF16 fma on the CPU, and computing in a wider type and rounding again is not the same: the first rounding
+may land on a point half-way between two BF16 that the exact value is beside. Rounding is monotonic and every half-way
+point is a float32, so that is the only way in which a second rounding goes wrong; such elements are found by their low
+bits and stepped off the half-way point to the side of the exact value.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import torch
 _SUMS = 4
 """Sums in flight: two BF16x2 accumulators; heads 0, 4, 8.. go to the first, 1, 5, .. to the second and so on."""
 
-
-def _to_odd_float32(value: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """float32 of ``value + error`` rounded to odd; float64 ``error`` is at most half an ulp of ``value``."""
-    near = value.to(torch.float32)
-    rest = value - near.to(torch.float64)  # exact: both have at most 53 bits and are neighbours
-    rest = torch.where(rest == 0, error, rest)
-    bits = near.view(torch.int32)
-    # A finite sum that rounds to infinity has rest = -inf or +inf: the step leads back to the largest finite value.
-    inexact = (rest != 0) & ~rest.isnan() & ((bits & 1) == 0)
-    outward = (rest > 0) == (bits >= 0)
-    step = torch.where(outward, 1, -1).to(torch.int32)
-    return (bits + step * inexact).view(torch.float32)
+_HALFWAY = 0x8000
+"""The low 16 bits of a float32 that is half-way between two BF16."""
 
 
 def fma_bf16(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """bfloat16 ``a * b + c`` of bfloat16 tensors that broadcast, rounded once to nearest even, subnormals kept."""
-    # 8 by 8 bits and exponents far inside float64's: the product is exact.
+    # 8 by 8 bits and exponents far inside float64's: the product is exact, the sum may not be.
     product = a.to(torch.float64) * b.to(torch.float64)
-    addend = c.to(torch.float64)
-    total = product + addend
-    # Knuth's two-sum: total + error is the exact sum. Infinities give a NaN error, which means "no correction".
+    total = product + c.to(torch.float64)
+    near = total.to(torch.float32)
+    at = torch.nonzero((near.view(torch.int32) & 0xFFFF) == _HALFWAY, as_tuple=True)
+    if at[0].numel():
+        near[at] = _off_halfway(near[at], total[at], product.expand_as(total)[at], c.expand_as(total)[at])
+    return near.to(torch.bfloat16)
+
+
+def _off_halfway(near: torch.Tensor, total: torch.Tensor, product: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """float32 ``near`` (a rounded ``total``) moved one step towards ``product + addend`` unless it is just that."""
+    # Knuth's two-sum: total + error is the exact sum. It counts only where float32 took nothing away.
     back = total - product
-    error = (product - (total - back)) + (addend - back)
-    return _to_odd_float32(total, error).to(torch.bfloat16)
+    error = (product - (total - back)) + (addend.to(torch.float64) - back)
+    rest = total - near.to(torch.float64)
+    rest = torch.where(rest == 0, error, rest)
+    outward = torch.where((rest > 0) == (near > 0), 1, -1).to(torch.int32)
+    return (near.view(torch.int32) + torch.where(rest == 0, 0, outward)).view(torch.float32)
 
 
 def head_sum_bf16(dots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
