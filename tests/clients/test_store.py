@@ -158,6 +158,17 @@ def test_inference_tensors_are_never_trusted() -> None:
         assert store.kept_columns(keys) == 0
 
 
+def test_padding_that_moves_moves_every_position(mirror: Mirror) -> None:
+    """A second call that declares stored columns to be padding: what follows them has new positions."""
+    store = LayerStore(IndexerSpec(heads=8, topk=16), 1, torch.device("cpu"), Work())
+    keys = torch.randn(1, 10, 128, generator=torch.Generator().manual_seed(0))
+    store.sync(keys, whole(10), 0)
+    store.sync(keys, Visibility.of_mask(mask_of("0011111111"), 1), store.kept_columns(keys))
+    store.sync(keys, whole(10), store.kept_columns(keys))
+    assert store.work == Work(appended=28, rebuilds=2)
+    assert mirror.calls == 3
+
+
 def mask_of(*rows: str) -> torch.Tensor:
     """A mask of one request from rows of 1 and 0."""
     return torch.tensor([[[c == "1" for c in row] for row in rows]])
