@@ -22,6 +22,9 @@ from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 # Assembler messages that mean the code is not what was written: matrix products serialised, waits injected.
 _BAD_NOTES = re.compile(r"C75(?:12|14|17|19)|(?<!\d)[1-9]\d* bytes spill (?:stores|loads)")
 
+VERBOSE_ENV = "KEYSIEVE_BUILD_VERBOSE"
+"""1: leave the compiler's messages on standard error instead of collecting them (to see why it crashes)."""
+
 _LOCK = threading.Lock()  # tracing is not safe from several threads
 
 
@@ -115,6 +118,9 @@ def _compile(kernel: Kernel, config: Any, arch: str, symbol: str, scratch: str) 
 @contextlib.contextmanager
 def _heard(path: Path) -> Iterator[Callable[[], str]]:
     """Collect what is written to standard error, by Python and by native code, instead of showing it."""
+    if os.environ.get(VERBOSE_ENV) == "1":
+        yield lambda: ""
+        return
     python = io.StringIO()
     saved = os.dup(2)
     try:

@@ -315,3 +315,29 @@ def test_a_warm_load_is_quick(cache: Path, image: bytes) -> None:
     outcome = kernel_compile.ensure(KERNEL, CONFIG, ARCH)
     loader.load(outcome.entry, KERNEL.symbol(CONFIG))
     assert time.perf_counter() - begin < 0.5  # ten times the budget: machines that run tests are busy
+
+
+def test_without_a_linker_a_plain_object_is_kept_and_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keysieve.compile.build.shutil.which", lambda _: None)
+    outcome = kernel_compile.ensure(KERNEL, CONFIG, ARCH)
+    assert (outcome.status, outcome.entry.form, outcome.entry.path.suffix) == ("compiled", "o", ".o")
+    assert kernel_compile.ensure(KERNEL, CONFIG, ARCH).status == "cached"
+    function = loader.load(outcome.entry, KERNEL.symbol(CONFIG))
+    assert callable(function)
+    with pytest.raises(Exception, match="Expects 11 parameters .*lens: int64"):
+        function("not", "integers")  # it is the kernel's own argument check that answers
+    assert cache.is_dir()
+
+
+def test_a_compiler_that_fails_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keysieve.compile.build import build, link
+
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    real = __import__("shutil").which
+    monkeypatch.setattr("keysieve.compile.build.shutil.which", lambda n: str(broken) if n == "cc" else real(n))
+    assert build(KERNEL, CONFIG, ARCH).form == "so"
+    monkeypatch.setattr("keysieve.compile.build.shutil.which", lambda _: str(broken))
+    (tmp_path / "x.o").write_bytes(b"")
+    assert link(tmp_path / "x.o") is None
