@@ -324,7 +324,7 @@ def test_without_a_linker_a_plain_object_is_kept_and_loaded(cache: Path, monkeyp
     assert kernel_compile.ensure(KERNEL, CONFIG, ARCH).status == "cached"
     function = loader.load(outcome.entry, KERNEL.symbol(CONFIG))
     assert callable(function)
-    with pytest.raises(Exception, match="Expects 11 parameters .*lens: int64"):
+    with pytest.raises(Exception, match=r"Expects 11 parameters .*lens: int64"):
         function("not", "integers")  # it is the kernel's own argument check that answers
     assert cache.is_dir()
 
