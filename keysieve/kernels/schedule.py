@@ -115,12 +115,10 @@ def build_prefix(
             tiles, half = tiles_and_half(longest, skip)
             _put(prefix, request, running, half)
             running = running + tiles
-    if last == requests:
-        if first < last:
-            _put(prefix, requests, before + mine, Int32(0))
-    if requests == Int32(0):
-        if thread == Int32(0):
-            _put(prefix, requests, Int32(0), Int32(0))
+    if last == requests and first < last:
+        _put(prefix, requests, before + mine, Int32(0))
+    if requests == Int32(0) and thread == Int32(0):
+        _put(prefix, requests, Int32(0), Int32(0))
     cute.arch.sync_threads()
     return faults
 
@@ -163,8 +161,9 @@ def find_request(prefix: Uint32, requests: Int32, tile: Int32) -> Int32:
         step = Int32(1) << (Int32(31) - Int32(cute.arch.clz(requests - Int32(1))))
     while step > Int32(0):
         probe = owner + step
-        if probe < requests:
-            if tiles_before(prefix, probe) <= tile:
-                owner = probe
+        if probe >= requests:  # the last request stands for what lies beyond the table
+            probe = requests - Int32(1)
+        if tiles_before(prefix, probe) <= tile:
+            owner = probe
         step = step >> Int32(1)
     return owner

@@ -25,7 +25,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from keysieve.device import packed, ptx, scan
+from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels import select_foreign as foreign
 from keysieve.kernels import select_stages as stages
@@ -131,45 +131,62 @@ class Select:
         steps.mark(base, thread, 0, config)
         row = block // Int32(config.cluster)
         rank = block - row * Int32(config.cluster)
-        for index in cutlass.range(thread, self.map.cleared // 16, config.threads, unroll=1):
-            ptx.store_shared_v4(base + Uint32(index) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
         if cutlass.const_expr(config.cluster > 1):
-            cute.arch.cluster_arrive()
+            self.open_exchange(base, thread)
         ptx.grid_wait()
-        if release != Int32(0):
-            ptx.grid_launch_dependents()
+        fault = Uint32(0)
         if cutlass.const_expr(config.maxima):
-            length, start = self.compact_row(base, starts, lens, row, next_n, k, limit, capacity, flags, thread, rank)
+            length, start, fault = self.compact_row(base, starts, lens, row, next_n, k, limit, capacity, thread)
             tops_row = tops + (start >> Int64(3))
         else:
-            length, start = self.pitched_row(lens, lens_stride, row, limit, pitch, flags, thread, rank)
+            length, start, fault = self.pitched_row(base, lens, lens_stride, row, limit, pitch, thread)
             tops_row = tops + Int64(row) * capacity
+        if release != Int32(0):
+            ptx.grid_launch_dependents()
         steps.mark(base, thread, 1, config)
-        request = row // next_n
-        if row_request != Int64(0):
-            request = ptx.load(row_request + Int64(row) * Int64(4), Int32)
-        table_row = table
-        if table != Int64(0):
-            table_row = table_entry(table, request, table_stride, Int32(0))
-        out_row = out + Int64(row) * out_stride * Int64(4)
-        positions_row = positions
-        if positions != Int64(0):
-            positions_row = positions + Int64(row) * positions_stride * Int64(4)
-        if thread == Int32(0):
-            if rank == Int32(0):
-                taken = k
-                if length < k:
-                    taken = length
-                ptx.store(counts + Int64(row) * Int64(4), taken)
+        where = (table, table_stride, row_request, next_n, page_log2, block_rows, row)
+        target = (out, out_stride, positions, positions_stride)
         if length <= k:
             if rank == Int32(0):
-                self.write_all(base, length, k, table_row, page_log2, block_rows, out_row, positions_row, thread)
+                self.write_all(base, length, k, where, target, thread)
         else:
-            self.select_row(
-                base, logits + start, tops_row, length, k, table_row, page_log2, block_rows, out_row, positions_row,
-                thread, rank,
-            )  # fmt: skip
+            self.select_row(base, logits + start, tops_row, length, k, where, target, thread, rank)
+        if thread + rank == Int32(0):
+            taken = k
+            if length < k:
+                taken = length
+            ptx.store(counts + Int64(row) * Int64(4), taken)
+            if fault != Uint32(0) and flags != Int64(0):
+                ptx.red_global(flags, fault, "or", "relaxed", "gpu")
         steps.dump_marks(base, flags, block, thread, config)
+
+    @cute.jit
+    def open_exchange(self, base: Uint32, thread: Int32) -> None:
+        """Arm the mbarriers of what the blocks of the cluster will send to this one, and tell them that it runs."""
+        cluster = self.config.cluster
+        if thread == Int32(0):
+            for stage in cutlass.range_constexpr(2):
+                arrival = base + Uint32(self.map.arrivals + 16 * stage)
+                exchange_cluster.arm(arrival, cluster * 128)
+                exchange_cluster.arm(arrival + Uint32(8), cluster * 132)
+            exchange_cluster.publish()
+        cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def clear(self, base: Uint32, thread: Int32) -> None:
+        """Zero the histograms; a block barrier must follow. Called while the first loads are on their way."""
+        for index in cutlass.range_constexpr(-(-self.map.cleared // 16 // self.config.threads)):
+            place = thread + Int32(index * self.config.threads)
+            if place < Int32(self.map.cleared // 16):
+                ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+
+    @cute.jit
+    def request_of(self, row: Int32, next_n: Int32) -> Int32:
+        """row // next_n; a division is worth avoiding."""
+        request = row
+        if next_n > Int32(1):
+            request = row // next_n
+        return request
 
     # ------------------------------------------------------------------------------------------------ row geometry
 
@@ -184,31 +201,29 @@ class Select:
         k: Int32,
         limit: Int32,
         capacity: Int64,
-        flags: Int64,
         thread: Int32,
-        rank: Int32,
     ) -> Any:
-        """(usable length, byte offset of the row's first logit) in the compact layout. A request that does not fit the
-        buffer whole has empty rows and raises a flag. The block barrier makes the cleared histograms visible."""
-        request = row // next_n
+        """(usable length, byte offset of the row's first logit, flags to raise) in the compact layout. A request that
+        does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms visible."""
+        request = self.request_of(row, next_n)
         length = ptx.load(lens + Int64(row) * Int64(4), Int32)
-        before = Int64(0)
+        before = Int32(0)
         tiles = Int32(0)
         if starts != Int64(0):
-            first = ptx.load(starts + Int64(request) * Int64(4), Int32)
-            tiles = ptx.load(starts + Int64(request) * Int64(4) + Int64(4), Int32) - first
-            before = Int64(first)
+            before = ptx.load(starts + Int64(request) * Int64(4), Int32)
+            after = ptx.load(starts + Int64(request) * Int64(4) + Int64(4), Int32)
+            self.clear(base, thread)
+            tiles = after - before
             cute.arch.sync_threads()
         else:
             before, tiles = self.count_tiles(base, lens, length, request, next_n, k, limit, thread)
-        element = (before * Int64(next_n) + Int64(row - request * next_n) * Int64(tiles)) * Int64(128)
-        end = (before + Int64(tiles)) * Int64(next_n) * Int64(128)
+        tile = Int64(before) * Int64(next_n) + Int64(row - request * next_n) * Int64(tiles)
         usable = usable_length(length, limit)
-        self.complain(length > limit, FLAG_BAD_LENGTH, flags, thread, rank)
-        if end > capacity and tiles > Int32(0):
+        fault = Uint32(length > limit) << Uint32(FLAG_BAD_LENGTH)
+        if tiles > Int32(0) and Int64(before + tiles) * Int64(128 * next_n) > capacity:
             usable = Int32(0)
-            self.complain(end > capacity, FLAG_OVERFLOW, flags, thread, rank)
-        return usable, element * Int64(2)
+            fault = fault | Uint32(1 << FLAG_OVERFLOW)
+        return usable, tile * Int64(256), fault
 
     @cute.jit
     def count_tiles(
@@ -224,6 +239,7 @@ class Select:
     ) -> Any:
         """(tiles of all earlier requests, tiles of this one), summed over the block. One block barrier."""
         config = self.config
+        self.clear(base, thread)
         mine = Int32(0)
         for other in cutlass.range(thread, request, config.threads, unroll=1):
             its, _half = tiles_and_half(self.longest_row(lens, other, next_n, limit), k)
@@ -241,7 +257,7 @@ class Select:
         if lane < Int32(config.warps):
             value = Int32(ptx.load_shared(sums + Uint32(lane) * Uint32(4)))
         tiles, _half = tiles_and_half(longest, k)
-        return Int64(Uint32(scan.warp_sum(value))), tiles
+        return scan.warp_sum(value), tiles
 
     @cute.jit
     def longest_row(self, lens: Int64, request: Int32, next_n: Int32, limit: Int32) -> Int32:
@@ -256,47 +272,46 @@ class Select:
     @cute.jit
     def pitched_row(
         self,
+        base: Uint32,
         lens: Int64,
         lens_stride: Int64,
         row: Int32,
         limit: Int32,
         pitch: Int64,
-        flags: Int64,
         thread: Int32,
-        rank: Int32,
     ) -> Any:
-        """(usable length, byte offset of the row's first logit) for rows `pitch` elements apart."""
+        """(usable length, byte offset of the row's first logit, flags to raise) for rows `pitch` elements apart. The
+        cleared histograms are visible after the next block barrier."""
         length = ptx.load(lens + Int64(row) * lens_stride * Int64(4), Int32)
-        self.complain(length > limit, FLAG_BAD_LENGTH, flags, thread, rank)
-        return usable_length(length, limit), Int64(row) * pitch * Int64(2)
-
-    @cute.jit
-    def complain(self, wrong: Any, bit: cutlass.Constexpr[int], flags: Int64, thread: Int32, rank: Int32) -> None:
-        """Raise a device flag once per row."""
-        if wrong:
-            if thread + rank == Int32(0):
-                if flags != Int64(0):
-                    ptx.red_global(flags, Uint32(1 << bit), "or", "relaxed", "gpu")
+        self.clear(base, thread)
+        fault = Uint32(length > limit) << Uint32(FLAG_BAD_LENGTH)
+        return usable_length(length, limit), Int64(row) * pitch * Int64(2), fault
 
     # ------------------------------------------------------------------------------------------------ outputs
 
     @cute.jit
+    def table_row(self, where: Any) -> Int64:
+        """Address of the row's block table, 0 for none."""
+        table, table_stride, row_request, next_n, _page_log2, _block_rows, row = where
+        address = table
+        if table != Int64(0):
+            request = self.request_of(row, next_n)
+            if row_request != Int64(0):
+                request = ptx.load(row_request + Int64(row) * Int64(4), Int32)
+            address = table_entry(table, request, table_stride, Int32(0))
+        return address
+
+    @cute.jit
     def fetch_table(
-        self,
-        base: Uint32,
-        table_row: Int64,
-        head: Int32,
-        end: Int32,
-        first: Int32,
-        count: Int32,
-        page_log2: Int32,
-        thread: Int32,
+        self, base: Uint32, where: Any, head: Int32, end: Int32, first: Int32, count: Int32, thread: Int32
     ) -> Any:
         """Start copying the table entries of the groups [first, first + count) to shared memory, where they fit.
 
-        Returns (the table row to look up: 0 when shared memory will hold it, first block copied, -1 if none is)."""
+        Returns (the table row to look up in global memory, 0 for none; the first block copied, -1 for none)."""
+        page_log2 = where[4]
+        address = self.table_row(where)
         first_block = Int32(-1)
-        if table_row != Int64(0):
+        if address != Int64(0):
             low = first * Int32(8) - head
             if low < Int32(0):
                 low = Int32(0)
@@ -310,10 +325,10 @@ class Select:
                 for index in cutlass.range(thread, blocks, self.config.threads, unroll=1):
                     packed.copy_async_word(
                         base + Uint32(self.map.table) + Uint32(index) * Uint32(4),
-                        table_row + Int64(first_block + index) * Int64(4),
+                        address + Int64(first_block + index) * Int64(4),
                     )
-                table_row = Int64(0)
-        return table_row, first_block
+                address = Int64(0)
+        return address, first_block
 
     @cute.jit
     def write_one(
@@ -323,12 +338,12 @@ class Select:
         position: Int32,
         table_row: Int64,
         first_block: Int32,
-        page_log2: Int32,
-        block_rows: Int32,
-        out_row: Int64,
-        positions_row: Int64,
+        where: Any,
+        target: Any,
     ) -> None:
         """One output slot; position -1 writes -1. The table is looked up in shared memory if `first_block` >= 0."""
+        page_log2, block_rows, row = where[4], where[5], where[6]
+        out, out_stride, positions, positions_stride = target
         physical = position
         if first_block >= Int32(0):
             place = base + Uint32(self.map.table) + Uint32((position >> page_log2) - first_block) * Uint32(4)
@@ -336,31 +351,19 @@ class Select:
         if table_row != Int64(0) and position >= Int32(0):
             entry = ptx.load(table_row + Int64(position >> page_log2) * Int64(4), Int32)
             physical = physical_row(entry, position, page_log2, block_rows)
-        ptx.store(out_row + Int64(slot) * Int64(4), physical)
-        if positions_row != Int64(0):
-            ptx.store(positions_row + Int64(slot) * Int64(4), position)
+        ptx.store(out + (Int64(row) * out_stride + Int64(slot)) * Int64(4), physical)
+        if positions != Int64(0):
+            ptx.store(positions + (Int64(row) * positions_stride + Int64(slot)) * Int64(4), position)
 
     @cute.jit
-    def write_all(
-        self,
-        base: Uint32,
-        length: Int32,
-        k: Int32,
-        table_row: Int64,
-        page_log2: Int32,
-        block_rows: Int32,
-        out_row: Int64,
-        positions_row: Int64,
-        thread: Int32,
-    ) -> None:
+    def write_all(self, base: Uint32, length: Int32, k: Int32, where: Any, target: Any, thread: Int32) -> None:
         """A short row: every key, then -1."""
-        for slot in cutlass.range(thread, k, self.config.threads, unroll=2):
+        table_row = self.table_row(where)
+        for slot in cutlass.range(thread, k, self.config.threads, unroll=4):
             position = slot
             if slot >= length:
                 position = Int32(-1)
-            self.write_one(
-                base, slot, position, table_row, Int32(-1), page_log2, block_rows, out_row, positions_row
-            )
+            self.write_one(base, slot, position, table_row, Int32(-1), where, target)
 
     # ------------------------------------------------------------------------------------------------ long rows
 
@@ -372,11 +375,8 @@ class Select:
         tops: Int64,
         length: Int32,
         k: Int32,
-        table_row: Int64,
-        page_log2: Int32,
-        block_rows: Int32,
-        out_row: Int64,
-        positions_row: Int64,
+        where: Any,
+        target: Any,
         thread: Int32,
         rank: Int32,
     ) -> None:
@@ -401,7 +401,7 @@ class Select:
                 part = ((part + Int32(7)) >> Int32(3)) << Int32(3)  # whole vectors of maxima
             first = rank * part
             count = stages.share(groups, first, part)
-            table_row, first_block = self.fetch_table(base, table_row, head, end, first, count, page_log2, thread)
+            span = count
             edge = Uint32(0)
             if cutlass.const_expr(not config.maxima):
                 edge = foreign.load_edge(address, head, end, groups, thread)
@@ -409,7 +409,9 @@ class Select:
                 count = stages.find_groups(
                     base, address, tops, edge, head, end, groups, k, thread, rank, active, config
                 )
-            words = stages.load_keys(base, address, edge, head, end, two_level, first, count, thread, config)
+            loading, words = stages.issue_keys(base, address, head, end, two_level, first, count, thread, config)
+            table_row, first_block = self.fetch_table(base, where, head, end, first, span, thread)
+            words = stages.settle_keys(base, edge, head, end, two_level, loading, words, count, thread, config)
             found, slot = stages.find_keys(base, words, count, k, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)
             for index in cutlass.range(thread, found, config.threads, unroll=2):
@@ -418,9 +420,7 @@ class Select:
                 if two_level:
                     group = Int32(ptx.load_shared(base + Uint32(self.map.groups) + Uint32(unit >> Int32(3)) * Uint32(4)))
                 position = group * Int32(8) + (unit & Int32(7)) - head
-                self.write_one(
-                    base, slot + index, position, table_row, first_block, page_log2, block_rows, out_row, positions_row
-                )
+                self.write_one(base, slot + index, position, table_row, first_block, where, target)
             steps.mark(base, thread, 11, config)
 
 

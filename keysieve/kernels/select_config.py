@@ -88,12 +88,14 @@ class SharedMap:
     """
 
     high: tuple[int, int]  # u32 [2048]: counts of the upper 11 bits
-    low: tuple[int, int]  # u32 [32]: counts of the lower 5 bits inside the threshold bin
+    low: tuple[int, int]  # u32 [64]: counts of the lower 5 bits inside the threshold bin, then of keys outside of it
     cleared: int  # bytes from 0 that are zeroed at the start
     chunks: tuple[int, int]  # u32 [cluster][32]: sums of 64 neighbouring bins, of every block of the cluster
     bins: tuple[int, int]  # u32 [cluster][64]: the threshold chunk's bins, of every block
     lows: tuple[int, int]  # u32 [cluster][40]: `low` of every block, then its keys in higher bins
+    found: tuple[int, int]  # u32: threshold digit and the keys above it, from the thread that found them
     sums: tuple[int, int]  # u32 [32]: what every warp takes
+    arrivals: int  # u64 [4]: mbarriers of what the cluster's blocks send (stage 0 chunks, lows; stage 1 the same)
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
     groups: int  # u32 [k_class]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order
@@ -104,11 +106,12 @@ class SharedMap:
 
     @staticmethod
     def of(config: SelectConfig) -> SharedMap:
-        sizes = {"high": 8192, "low": 128}
+        sizes = {"high": 8192, "low": 256}
         shared = {
             "chunks": 128 * config.cluster,
             "bins": 256 * config.cluster,
             "lows": 160 * config.cluster,
+            "found": 16,
             "sums": 128,
         }
         at = 0
@@ -119,7 +122,8 @@ class SharedMap:
                 at += 2 * size
             if group is sizes:
                 cleared = at
-        tiles = at
+        arrivals = at
+        tiles = arrivals + 64
         groups = tiles + 128
         picks = groups + 4 * config.k_class
         table = picks + 4 * config.k_class
@@ -128,7 +132,7 @@ class SharedMap:
         total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
         pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
         return SharedMap(
-            **pairs, cleared=cleared, tiles=tiles, groups=groups, picks=picks, table=table, edges=edges, scratch=scratch, total=total
+            **pairs, cleared=cleared, arrivals=arrivals, tiles=tiles, groups=groups, picks=picks, table=table, edges=edges, scratch=scratch, total=total
         )
 
 

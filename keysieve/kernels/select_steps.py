@@ -12,10 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from keysieve.device import packed, ptx, scan
+from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.kernels.select_config import SelectConfig, SharedMap
 
-ALL_ONES = 0xFFFFFFFF
 EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this many: at most 4096 are taken
 EQUAL_SHIFT = 12  # a warp's counts in one word: keys above (at most 4095) below this bit, equal keys from it on
 
@@ -39,23 +38,6 @@ def dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32, config: 
                 ptx.store(where + Int64(block * Int32(16) + slot) * Int64(4), value)
 
 
-def _cluster_barrier() -> None:
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-
-
-@cute.jit
-def rendezvous(active: Int32, cluster: cutlass.Constexpr[int]) -> None:
-    """Barrier of all threads that work on this row (`active` blocks)."""
-    if cutlass.const_expr(cluster == 1):
-        cute.arch.sync_threads()
-    else:
-        if active > Int32(1):
-            _cluster_barrier()
-        else:
-            cute.arch.sync_threads()
-
-
 def count_high(base: Uint32, words: Any) -> None:
     """Count eight keys by their upper 11 bits. base: aligned to the histogram's 8192 bytes."""
     for word in words:
@@ -63,19 +45,23 @@ def count_high(base: Uint32, words: Any) -> None:
         ptx.red_shared(((word >> Uint32(19)) & Uint32(0x1FFC)) | base, Uint32(1), "add")
 
 
-def count_low(base: Uint32, words: Any, digit: Uint32) -> None:
-    """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`."""
+def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32) -> None:
+    """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`.
+
+    Keys of other digits are counted too, in 32 bins behind that nobody reads: without a branch, and a bin for each lane.
+    """
     pattern = (digit << Uint32(5)) | (digit << Uint32(21))
+    spare = Uint32(lane) + Uint32(32)
     for word in words:
         rest = word ^ pattern  # a half below 32 is a hit, and its own lower bits
-        packed.count_if_below(base, rest & Uint32(0xFFFF), 32)
-        packed.count_if_below(base, rest >> Uint32(16), 32)
+        for half in (rest & Uint32(0xFFFF), rest >> Uint32(16)):
+            ptx.red_shared(base + packed.min_u32(half, spare) * Uint32(4), Uint32(1), "add")
 
 
 @cute.jit
-def pick_lane(counts: Int32, want: Int32, lane: Int32) -> Any:
+def pick_lane(counts: Int32, want: Int32) -> Any:
     """Lanes hold counts, best first: (the lane in which the running sum reaches `want`, the sum before it)."""
-    upto = scan.warp_inclusive(counts, lane)
+    upto = packed.warp_prefix(counts)
     votes = Uint32(cute.arch.vote_ballot_sync(upto >= want))
     owner = packed.lowest_bit(votes) & Int32(31)
     return owner, Int32(cute.arch.shuffle_sync(upto - counts, owner))
@@ -92,70 +78,123 @@ def find_high(
     stage: cutlass.Constexpr[int],
 ) -> Any:
     """After all keys were counted by their upper bits: (digit of the `want`-th key, keys above it in the row, keys
-    above it in this block). Every warp finds the same values. Begins with a block barrier."""
+    above it in this block, which are counted for a shared row only). The same in all threads."""
+    digit = Uint32(0)
+    above = Int32(0)
+    my_above = Int32(0)
+    if cutlass.const_expr(config.cluster == 1):
+        digit, above = find_high_alone(base, want, thread, config, stage)
+    else:
+        if active > Int32(1):
+            digit, above, my_above = find_high_shared(base, want, thread, rank, config, stage)
+        else:
+            digit, above = find_high_alone(base, want, thread, config, stage)
+    return digit, above, my_above
+
+
+@cute.jit
+def find_high_alone(
+    base: Uint32,
+    want: Int32,
+    thread: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+    stage: cutlass.Constexpr[int],
+) -> Any:
+    """`find_high` in one block: a thread owns neighbouring bins, the first thread the highest. Three block barriers."""
+    shared = SharedMap.of(config)
+    lane = thread & Int32(31)
+    warp = thread >> Int32(5)
+    each = 2048 // config.threads
+    sums = base + Uint32(shared.chunks[stage])
+    cute.arch.sync_threads()
+    place = base + Uint32(shared.high[stage] + 8192 - 4 * each) - Uint32(thread) * Uint32(4 * each)
+    loaded = ptx.load_shared_v4(place) if each == 4 else packed.load_shared_v2(place)
+    bins = [Int32(loaded[each - 1 - index]) for index in range(each)]  # highest first
+    mine = bins[0]
+    for index in cutlass.range_constexpr(1, each):
+        mine = mine + bins[index]
+    upto = packed.warp_prefix(mine)
+    if lane == Int32(31):
+        ptx.store_shared(sums + Uint32(warp) * Uint32(4), Uint32(upto))
+    cute.arch.sync_threads()
+    before = Int32(0)
+    if lane < warp:
+        before = Int32(ptx.load_shared(sums + Uint32(lane) * Uint32(4)))
+    before = scan.warp_sum(before) + upto - mine
+    found = base + Uint32(shared.found[stage])
+    if before < want and before + mine >= want:
+        digit = Int32(2047) - thread * Int32(each)
+        reach = before
+        above = before
+        for index in cutlass.range_constexpr(each - 1):
+            reach = reach + bins[index]
+            passed = Int32(reach < want)
+            digit = digit - passed
+            above = above + bins[index] * passed
+        ptx.store_shared(found, Uint32(digit | (above << Int32(11))))
+    cute.arch.sync_threads()
+    word = ptx.load_shared(found)
+    return word & Uint32(2047), Int32(word >> Uint32(11))
+
+
+@cute.jit
+def find_high_shared(
+    base: Uint32,
+    want: Int32,
+    thread: Int32,
+    rank: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+    stage: cutlass.Constexpr[int],
+) -> Any:
+    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then read the threshold chunk's bins
+    from each other."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
     histogram = base + Uint32(shared.high[stage])
     chunks = base + Uint32(shared.chunks[stage])
+    arrival = base + Uint32(shared.arrivals + 16 * stage)
     cute.arch.sync_threads()
     each = 32 // config.warps
     for index in cutlass.range_constexpr(each):
         chunk = warp * Int32(each) + Int32(index)
         first, second = packed.load_shared_v2(histogram + Uint32(chunk) * Uint32(256) + Uint32(lane) * Uint32(8))
         total = scan.warp_sum(Int32(first + second))
-        slot = chunks + Uint32(rank) * Uint32(128) + Uint32(chunk) * Uint32(4)
-        if cutlass.const_expr(config.cluster == 1):
-            if lane == Int32(0):
-                ptx.store_shared(slot, Uint32(total))
-        else:
-            if lane < active:
-                ptx.store_cluster(ptx.map_shared(slot, Uint32(lane)), Uint32(total))
-    rendezvous(active, config.cluster)
+        if lane < Int32(config.cluster):
+            slot = chunks + Uint32(rank) * Uint32(128) + Uint32(chunk) * Uint32(4)
+            exchange_cluster.send(slot, Uint32(total), arrival, Uint32(lane))
+    exchange_cluster.receive(arrival)
     behind = Uint32(31) - Uint32(lane)
     mine = Int32(ptx.load_shared(chunks + Uint32(rank) * Uint32(128) + behind * Uint32(4)))
-    total = mine
-    if cutlass.const_expr(config.cluster > 1):
-        if active > Int32(1):
-            total = Int32(0)
-            for peer in cutlass.range_constexpr(config.cluster):
-                total = total + Int32(ptx.load_shared(chunks + Uint32(128 * peer) + behind * Uint32(4)))
-    owner, above = pick_lane(total, want, lane)
+    total = Int32(0)
+    for peer in cutlass.range_constexpr(config.cluster):
+        total = total + Int32(ptx.load_shared(chunks + Uint32(128 * peer) + behind * Uint32(4)))
+    owner, above = pick_lane(total, want)
     chunk = Int32(31) - owner
-    place = Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
-    below, upper = packed.load_shared_v2(histogram + place)
-    my_upper = Int32(upper)
-    my_lower = Int32(below)
-    all_upper = my_upper
-    all_lower = my_lower
-    if cutlass.const_expr(config.cluster > 1):
-        if active > Int32(1):
-            bins = base + Uint32(shared.bins[stage])
-            for peer in cutlass.range(warp, active, config.warps, unroll=1):
-                far = ptx.map_shared(histogram + place, Uint32(peer))
-                a, b = packed.load_cluster_v2(far)
-                packed.store_shared_v2(bins + Uint32(peer) * Uint32(256) + Uint32(lane) * Uint32(8), a, b)
-            cute.arch.sync_threads()
-            all_upper = Int32(0)
-            all_lower = Int32(0)
-            for peer in cutlass.range_constexpr(config.cluster):
-                a, b = packed.load_shared_v2(bins + Uint32(256 * peer) + Uint32(lane) * Uint32(8))
-                all_lower = all_lower + Int32(a)
-                all_upper = all_upper + Int32(b)
-    lane_found, before = pick_lane(all_upper + all_lower, want - above, lane)
+    place = histogram + Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
+    my_lower, my_upper = packed.load_shared_v2(place)
+    bins = base + Uint32(shared.bins[stage]) + Uint32(lane) * Uint32(8)
+    for step in cutlass.range_constexpr((config.cluster + config.warps - 1) // config.warps):
+        peer = warp + Int32(step * config.warps)
+        if peer < Int32(config.cluster):
+            a, b = packed.load_cluster_v2(ptx.map_shared(place, Uint32(peer)))
+            packed.store_shared_v2(bins + Uint32(peer) * Uint32(256), a, b)
+    cute.arch.sync_threads()
+    upper = Int32(0)
+    lower = Int32(0)
+    for peer in cutlass.range_constexpr(config.cluster):
+        a, b = packed.load_shared_v2(bins + Uint32(256 * peer))
+        lower = lower + Int32(a)
+        upper = upper + Int32(b)
+    lane_found, before = pick_lane(upper + lower, want - above)
     above = above + before
-    in_upper = Int32(cute.arch.shuffle_sync(all_upper, lane_found))
-    lower = Int32(above + in_upper < want)
-    above = above + in_upper * lower
-    digit = chunk * Int32(64) + Int32(63) - lane_found * Int32(2) - lower
-    my_above = Int32(0)
-    if cutlass.const_expr(config.cluster > 1):
-        if active > Int32(1):
-            part = mine * Int32(lane < owner)
-            part = part + (my_upper + my_lower) * Int32(lane < lane_found)
-            part = part + my_upper * lower * Int32(lane == lane_found)
-            my_above = scan.warp_sum(part)
-    return Uint32(digit), above, my_above
+    in_upper = Int32(cute.arch.shuffle_sync(upper, lane_found))
+    second = Int32(above + in_upper < want)
+    above = above + in_upper * second
+    digit = chunk * Int32(64) + Int32(63) - lane_found * Int32(2) - second
+    part = mine * Int32(lane < owner) + Int32(my_upper + my_lower) * Int32(lane < lane_found)
+    part = part + Int32(my_upper) * second * Int32(lane == lane_found)
+    return Uint32(digit), above, scan.warp_sum(part)
 
 
 @cute.jit
@@ -171,7 +210,7 @@ def find_low(
     stage: cutlass.Constexpr[int],
 ) -> Any:
     """After the keys in the threshold bin were counted: (lower 5 bits of the threshold, equal keys this block takes at
-    most, selected keys in the blocks before this one). Begins with a block barrier."""
+    most, selected keys in the blocks before this one). The same in all threads. Begins with a block barrier."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
@@ -185,12 +224,15 @@ def find_low(
     if cutlass.const_expr(config.cluster > 1):
         if active > Int32(1):
             lows = base + Uint32(shared.lows[stage])
-            for peer in cutlass.range(warp, active, config.warps, unroll=1):
-                far = ptx.map_shared(lows + Uint32(rank) * Uint32(160), Uint32(peer))
-                ptx.store_cluster(far + behind, Uint32(mine))
-                if lane == Int32(0):
-                    ptx.store_cluster(far + Uint32(128), Uint32(my_above))
-            _cluster_barrier()
+            arrival = base + Uint32(shared.arrivals + 16 * stage + 8)
+            for step in cutlass.range_constexpr((config.cluster + config.warps - 1) // config.warps):
+                peer = warp + Int32(step * config.warps)
+                if peer < Int32(config.cluster):
+                    slot = lows + Uint32(rank) * Uint32(160)
+                    exchange_cluster.send(slot + behind, Uint32(mine), arrival, Uint32(peer))
+                    if lane == Int32(0):
+                        exchange_cluster.send(slot + Uint32(128), Uint32(my_above), arrival, Uint32(peer))
+            exchange_cluster.receive(arrival)
             total = Int32(0)
             for peer in cutlass.range_constexpr(config.cluster):
                 its = lows + Uint32(160 * peer)
@@ -200,7 +242,7 @@ def find_low(
                 total = total + count
                 earlier = earlier + count * before
                 earlier_above = earlier_above + more * before
-    owner, between = pick_lane(total, want - above, lane)
+    owner, between = pick_lane(total, want - above)
     need = want - above - between
     slot = Int32(0)
     if cutlass.const_expr(config.cluster > 1):
@@ -216,38 +258,37 @@ def find_low(
 
 @cute.jit
 def spread_masks(
-    scratch: Uint32, greater: Any, equal: Any, lane: Int32, vectors: cutlass.Constexpr[int]
+    scratch: Uint32, greater: Any, equal: Any, lane: Int32, rounds: Int32, vectors: cutlass.Constexpr[int]
 ) -> Any:
-    """Turn one mask byte per (round, lane) into, per lane, the bytes of `vectors` neighbouring vectors in index order.
+    """Turn one mask byte per (round, lane) into, per lane, the bytes of neighbouring vectors in index order.
 
-    scratch: 512 bytes of this warp. Returns (greater, equal) words of `8 * vectors` bits (vectors <= 4).
+    scratch: 512 bytes of this warp. At most 4 rounds. Returns (greater, equal, vectors a lane got: 2 or 4).
     """
-    above = greater[0]
-    same = equal[0]
-    if cutlass.const_expr(vectors > 1):
-        for index in cutlass.range_constexpr(vectors):
-            place = scratch + Uint32(lane) + Uint32(32 * index)
-            packed.store_shared_u8(place, greater[index])
-            packed.store_shared_u8(place + Uint32(256), equal[index])
-        cute.arch.sync_warp()
-        place = scratch + Uint32(lane) * Uint32(vectors)
-        if cutlass.const_expr(vectors == 4):
+    for index in cutlass.range_constexpr(vectors):
+        place = scratch + Uint32(lane) + Uint32(32 * index)
+        packed.store_shared_u8(place, greater[index])
+        packed.store_shared_u8(place + Uint32(256), equal[index])
+    cute.arch.sync_warp()
+    width = Int32(2)
+    place = scratch + Uint32(lane) * Uint32(2)
+    above = ptx.load_shared_u16(place)
+    same = ptx.load_shared_u16(place + Uint32(256))
+    if cutlass.const_expr(vectors > 2):
+        if rounds > Int32(2):
+            width = Int32(4)
+            place = scratch + Uint32(lane) * Uint32(4)
             above = ptx.load_shared(place)
             same = ptx.load_shared(place + Uint32(256))
-        else:
-            above = packed.load_shared_u8(place) | (packed.load_shared_u8(place + Uint32(1)) << Uint32(8))
-            place = place + Uint32(256)
-            same = packed.load_shared_u8(place) | (packed.load_shared_u8(place + Uint32(1)) << Uint32(8))
-        cute.arch.sync_warp()
-    return above, same
+    cute.arch.sync_warp()
+    return above, same, width
 
 
 @cute.jit
-def lane_offsets(greater: Uint32, equal: Uint32, lane: Int32) -> Any:
+def lane_offsets(greater: Uint32, equal: Uint32) -> Any:
     """Set bits of two masks (at most 32 a lane): (greater in lower lanes, equal in lower lanes, greater in the warp,
     equal in the warp)."""
     mine = Int32(cute.arch.popc(greater)) | (Int32(cute.arch.popc(equal)) << Int32(16))
-    upto = scan.warp_inclusive(mine, lane)
+    upto = packed.warp_prefix(mine)
     before = upto - mine
     total = Int32(cute.arch.shuffle_sync(upto, Int32(31)))
     low = Int32(0xFFFF)
@@ -263,8 +304,9 @@ def emit(
     greater: Uint32,
     equal: Uint32,
     need: Int32,
+    short: Any,
 ) -> None:
-    """List this lane's winners in shared memory: the indices `unit + i` of the set bits of `greater`, and of those of
+    """List this lane's winners (8 bits if `short`, else up to 32) in shared memory: the indices `unit + i` of the set bits of `greater`, and of those of
     `equal` while fewer than `need` equal ones were listed before; ascending, at the place that the counts before give."""
     taken = equal_before
     if taken > need:
@@ -278,7 +320,11 @@ def emit(
         equal = equal & (Uint32(0x7FFFFFFF) >> Uint32(cute.arch.clz(Int32(equal))))
         extra = extra - Int32(1)
     left = greater | equal
-    place = out + Uint32(greater_before + taken + Int32(cute.arch.popc(left))) * Uint32(4)
+    place = out + Uint32(greater_before + taken) * Uint32(4)
+    if short:
+        packed.store_bits_x8(place, Uint32(unit), left)
+        left = Uint32(0)
+    place = place + Uint32(cute.arch.popc(left)) * Uint32(4)
     while left != Uint32(0):  # from the highest down: finding it takes one instruction
         bit = packed.highest_bit(left)
         place = place - Uint32(4)
@@ -300,8 +346,7 @@ def warp_offsets(sums: Uint32, above: Int32, equal: Int32, thread: Int32, warps:
     value = Int32(0)
     if lane < Int32(warps):
         value = Int32(ptx.load_shared(sums + Uint32(lane) * Uint32(4)))
-    upto = scan.warp_inclusive(value, lane)
-    before = Int32(cute.arch.shuffle_sync(upto - value, warp))
-    total = Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+    before = scan.warp_sum(value * Int32(lane < warp))
+    total = scan.warp_sum(value)
     low = Int32((1 << EQUAL_SHIFT) - 1)
     return before & low, before >> Int32(EQUAL_SHIFT), total & low, total >> Int32(EQUAL_SHIFT)

@@ -226,7 +226,7 @@ class ScoreKernel:
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
-        """Barriers and descriptors: nothing here touches data of an earlier kernel. The next block barrier publishes."""
+        """Barriers and descriptors; touches no data of an earlier kernel. The next block barrier publishes."""
         shape = self.shape
         if warp == 4 * shape.groups + 2:
             with cute.arch.elect_one():
@@ -258,9 +258,8 @@ class ScoreKernel:
         if block == Int32(0):
             if faults > Int32(0):
                 ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
-            if total > capacity:
-                if thread == Int32(0):
-                    ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
+            if total > capacity and thread == Int32(0):
+                ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
             if starts != Int64(0):
                 for request in cutlass.range(thread, requests + Int32(1), self.shape.threads, unroll=1):
                     before = schedule.tiles_before(shared.prefix, request)
@@ -269,6 +268,8 @@ class ScoreKernel:
 
 def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
     """The jit function of `config` and its fake arguments."""
+    if arch != "sm_90a":
+        raise ValueError(f"sm90_score for {arch}: its matrix instructions exist on sm_90a alone")
     kernel = ScoreKernel(config)
     return kernel.entry, fake_arguments()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
-from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS, PAGE
+from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS
 
 FORMAT_NAMES = ("fp8_fp32", "fp8_ue8m0")
 LAYOUTS = ("compact", "pitched")
@@ -161,7 +161,7 @@ def unsupported(heads: int, next_n: int, key_format: str) -> str | None:
     return None
 
 
-assert PAGE == 64 and FORMATS["fp8_fp32"].page_bytes == FORMATS["fp8_ue8m0"].page_bytes == 8448
+assert all(FORMATS[name].page_bytes == 8448 for name in FORMAT_NAMES)
 
 KERNEL = Kernel(
     name="sm90_score",

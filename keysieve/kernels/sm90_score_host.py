@@ -44,11 +44,12 @@ def score_compact(
     bits as in `schedule`. blocks: the device's SMs (any number gives the same bits). chained: launch as a programmatic
     dependent of the kernel before.
     """
+    _require_layout(config, "compact")
     requests = index_table.shape[0]
     if requests == 0:
         return
     capacity = min(logits.numel(), tops.numel() * 8) // (TILE * config.next_n)
-    common = _common(config, query, cache, weights, seq_lens, index_table, max_context)
+    common = _common(query, cache, weights, seq_lens, index_table, max_context)
     pointers, strides, sizes = common
     launch(
         *pointers,
@@ -86,16 +87,22 @@ def score_pitched(
     The row stride is the pitch. Lengths beyond `max_context` make a row empty, so `max_context` is at most the pitch.
     Other arguments as in `score_compact`; nothing is written past a row's length.
     """
+    _require_layout(config, "pitched")
     requests = index_table.shape[0]
     if requests == 0:
         return
     pitch = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
-    pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
+    pointers, strides, sizes = _common(query, cache, weights, seq_lens, index_table, min(max_context, pitch))
     launch(*pointers, logits.data_ptr(), 0, 0, flags.data_ptr(), *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
 
 
+def _require_layout(config: ScoreConfig, layout: str) -> None:
+    if config.layout != layout:
+        remedy = "Use the kernel that was compiled for this layout."
+        refuse("config", got=f"layout {config.layout!r}", accepted=repr(layout), remedy=remedy)
+
+
 def _common(
-    config: ScoreConfig,
     query: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -109,10 +116,17 @@ def _common(
             refuse(name, got=describe(tensor), accepted="a contiguous tensor", remedy="Call .contiguous() on it.")
     if query.data_ptr() % 16 or cache.data_ptr() % 16:
         name, tensor = ("query", query) if query.data_ptr() % 16 else ("cache", cache)
-        refuse(name, got=f"address {tensor.data_ptr():#x}", accepted="16-byte alignment", remedy="Copy or re-allocate it.")
+        refuse(
+            name, got=f"address {tensor.data_ptr():#x}", accepted="16-byte alignment", remedy="Copy or re-allocate it."
+        )
     page_stride = cache.stride(0) if cache.shape[0] > 1 else 8448
     if page_stride % 16 or page_stride < 8448:
-        refuse("cache", got=f"page stride {page_stride} bytes", accepted="a multiple of 16, at least 8448", remedy="Pad pages.")
+        refuse(
+            "cache",
+            got=f"page stride {page_stride} bytes",
+            accepted="a multiple of 16, at least 8448",
+            remedy="Pad pages.",
+        )
     requests, width = index_table.shape
     table_stride = index_table.stride(0) if requests > 1 else width
     limit = min(max_context, width * PAGE)

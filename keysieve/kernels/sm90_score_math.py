@@ -3,8 +3,8 @@
 A warpgroup takes a whole tile: two pages of 64 keys (the M side) by the columns of a chunk of rows (the N side), one
 page's product running while the other page's accumulators are reduced.
 
-Accumulator of thread (warp w, lane l): key `16 w + l / 4 + 8 r`, column `8 b + 2 (l % 4) + v`. The sum over heads is, in
-this order, for every shape alike: per thread and v, fused multiply-adds over b ascending (the first a product); then
+Accumulator of thread (warp w, lane l): key `16 w + l / 4 + 8 r`, column `8 b + 2 (l % 4) + v`. The head sum is, in this
+order, for every shape alike: per thread and v, fused multiply-adds over b ascending (the first a product); then
 v = 0 plus v = 1; then lanes l and l ^ 1; then l and l ^ 2. On the way the lanes of a quad share out the work: bit 0 of
 the lane keeps r, bit 1 keeps the page, so that each lane ends with one key of the tile per row.
 """
@@ -131,7 +131,7 @@ def consume(
     lane = cute.arch.lane_idx()
     group = cute.arch.make_warp_uniform(thread // Int32(128))
     warp = cute.arch.make_warp_uniform((thread // Int32(32)) % Int32(4))
-    key = ((lane >> Int32(1)) & 1) * PAGE + warp * 16 + (lane & 1) * GROUP + (lane >> Int32(2))  # this lane's, in a tile
+    key = ((lane >> Int32(1)) & 1) * PAGE + warp * 16 + (lane & 1) * GROUP + (lane >> Int32(2))
     scale_place = scale_offset(key)
     quad = Uint32(lane & 3) * Uint32(16)
     weights = [Float32(0.0) for _ in range(config.columns // 4 if shape.resident else 1)]
@@ -292,7 +292,7 @@ def head_sums(kernel: Any, acc: Any, chunk: int, weights: Any, place: Uint32, la
 
 
 def exchange(low: Float32, high: Float32, upper: Any, distance: int) -> Float32:
-    """Add across lanes `distance` apart: lanes with `upper` end with the sum of `high`, the others with that of `low`."""
+    """Add across lanes `distance` apart: lanes with `upper` get the sum of `high`, the others that of `low`."""
     mine, other = select(upper, high, low), select(upper, low, high)
     return numerics.add(mine, cute.arch.shuffle_sync_bfly(other, distance))
 

@@ -204,7 +204,8 @@ def assert_frame(p: Problem, result: Result, topk: int = 0) -> None:
             keep[t, :n] = False
         assert bool((result.logits[keep] == SENTINEL).all()), "a store outside the rows"
         return
-    assert result.tops is not None and result.starts is not None
+    assert result.tops is not None
+    assert result.starts is not None
     layout = layout_of(p, topk)
     keep_tops = torch.ones_like(result.tops, dtype=torch.bool)
     for t, row in enumerate(rows_of(p, result, topk)):

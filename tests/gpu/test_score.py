@@ -137,7 +137,8 @@ def test_short_requests_are_not_scored(device: torch.device, case: tuple[int, in
     assert result.flag == 0
     sc.assert_frame(p, result, topk)
     rows = sc.rows_of(p, result, topk)
-    assert rows[0] is None and rows[next_n] is not None
+    assert rows[0] is None
+    assert rows[next_n] is not None
     for t, row in enumerate(sc.rows_of(p, sc.run(p), 0)):
         if rows[t] is not None and row is not None:
             assert torch.equal(rows[t], row)
@@ -170,7 +171,8 @@ def test_bad_page_ids(device: torch.device, case: str) -> None:
     result = sc.run(replace(p, table=table))
     assert result.flag == 1 << FLAG_BAD_PAGE
     for t, row in enumerate(sc.rows_of(p, result)):
-        assert row is not None and want[t] is not None
+        assert row is not None
+        assert want[t] is not None
         spoiled = torch.zeros(len(row), dtype=torch.bool, device=device)
         for page in (2, 13) if t < 2 else (7,):
             spoiled[page * 64 : (page + 1) * 64] = True

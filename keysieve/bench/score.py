@@ -1,0 +1,332 @@
+"""Times of the scorer on one H200, DeepGEMM beside it in the same run where it is installed, exactness first.
+
+    python -m keysieve.bench.score [--only 32x128K] [--out docs/measurements/score.jsonl] [--no-peers] [--set next]
+
+Every case first passes its gate: our logits within the derived bound of the exact ones on sampled rows, tops and rerun
+bitwise, and (with DeepGEMM) both logits within the sum of both bounds. Only then is it timed, as `bench.timing` says.
+Prints a table and appends one JSON line a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keysieve.bench import timing
+from keysieve.kernels import sm90_score_host as host
+from keysieve.kernels.sm90_score_config import KERNEL, ScoreConfig
+from keysieve.launch import Launcher
+from keysieve.reference.layouts import row_tops
+from keysieve.spec import PAGE, TILE
+from keysieve.testing.score_bound import logit_bound
+
+READ_BANDWIDTH = 4.27e12
+"""Bytes a second that a grid-stride read of 4 GiB reaches on an H200."""
+PRODUCT_RATE = 1.58e15
+"""FP8 operations a second that large products reach there."""
+PAGE_BYTES = 8448
+TOPK = 2048
+POOL_PAGES = 140_000
+MOST_SETS = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """`lengths` of the requests; every row of a request sees as many keys."""
+
+    name: str
+    lengths: tuple[int, ...]
+    next_n: int = 1
+    heads: int = 32
+
+    @property
+    def keys(self) -> int:
+        """Keys scored: of requests longer than topk."""
+        return sum(n for n in self.lengths if n > TOPK)
+
+    @property
+    def read_bytes(self) -> int:
+        """Key and scale bytes of an iteration."""
+        return self.keys * 132
+
+    @property
+    def limit_us(self) -> float:
+        """Bytes read and written at the read bandwidth; above heads x next_n = 128 the products, if longer."""
+        moved = (self.read_bytes + self.keys * self.next_n * 2.25) / READ_BANDWIDTH
+        products = 2 * 128 * self.heads * self.next_n * self.keys / PRODUCT_RATE
+        return 1e6 * (max(moved, products) if self.heads * self.next_n > 128 else moved)
+
+
+def _uniform(requests: int, keys: int, next_n: int = 1, heads: int = 32) -> Case:
+    size = f"{keys >> 20}M" if keys >= 1 << 20 else f"{keys >> 10}K"
+    name = f"{requests}x{size}" + (f"x{next_n}" if next_n > 1 else "")
+    return Case(name, (keys,) * requests, next_n, heads)
+
+
+K = 1024
+CASE_SETS: dict[str, list[Case]] = {
+    "main": [
+        *(_uniform(1, n * K) for n in (4, 32, 128, 1024)),
+        *(_uniform(8, n * K) for n in (32, 128)),
+        *(_uniform(32, n * K) for n in (4, 32, 128)),
+        *(_uniform(128, n * K) for n in (4, 32)),
+        *(_uniform(64, 64 * K, n) for n in (1, 2, 4, 8)),
+        _uniform(32, 32 * K, 2),
+    ],
+    "heads64": [
+        *(_uniform(r, n * K, heads=64) for r, n in ((1, 4), (1, 128), (8, 128), (32, 128), (128, 4), (128, 32))),
+        *(_uniform(64, 64 * K, n, heads=64) for n in (1, 2, 4, 8)),
+    ],
+    "bimodal": [
+        Case("bimodal40", (*(4 * K for _ in range(36)), *(256 * K for _ in range(4)))),
+        Case("bimodal40_uniform", ((36 * 4 * K + 4 * 256 * K) // 40 // TILE * TILE,) * 40),
+    ],
+}
+
+
+@dataclass
+class Inputs:
+    """One input set of a case, and where its results go."""
+
+    query: torch.Tensor
+    weights: torch.Tensor
+    lens: torch.Tensor
+    table: torch.Tensor
+    logits: torch.Tensor
+    tops: torch.Tensor
+    starts: torch.Tensor
+    flags: torch.Tensor
+
+
+def make_pool(pages: int, device: torch.device) -> torch.Tensor:
+    """uint8 [pages, 64, 132] of Gaussian keys and fp32 scales; the bytes repeat every 4,096 pages."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    base = torch.empty(4096, PAGE_BYTES, dtype=torch.uint8, device=device)
+    keys = torch.randn(4096, 8192, device=device, generator=generator)
+    base[:, :8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
+    base[:, 8192:] = (torch.rand(4096, PAGE, device=device, generator=generator) * 0.02 + 0.01).view(torch.uint8)
+    pool = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
+    for first in range(0, pages, 4096):
+        pool[first : first + 4096] = base[: min(4096, pages - first)]
+    return pool.view(pages, PAGE, 132)
+
+
+def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
+    """`sets` input sets over pages drawn without repetition as far as the pool reaches."""
+    device = pool.device
+    generator = torch.Generator(device=device).manual_seed(5)
+    order = torch.randperm(pool.shape[0], device=device, generator=generator).int()
+    need = [-(-n // PAGE) for n in case.lengths]
+    rows, heads = len(case.lengths) * case.next_n, case.heads
+    elements = sum(-(-n // TILE) * TILE for n in case.lengths) * case.next_n
+    share = elements > 1 << 24
+    made: list[Inputs] = []
+    for index in range(sets):
+        start = index * sum(need) % max(1, pool.shape[0] - sum(need))
+        table = torch.zeros(len(need), max(need), dtype=torch.int32, device=device)
+        for request, count in enumerate(need):
+            table[request, :count] = order[start : start + count]
+            start += count
+        query = torch.randn(rows, heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+        weights = torch.randn(rows, heads, device=device, generator=generator)
+        lens = torch.tensor([n for n in case.lengths for _ in range(case.next_n)], dtype=torch.int32, device=device)
+        fresh = not share or not made
+        logits = torch.empty(elements, dtype=torch.bfloat16, device=device) if fresh else made[0].logits
+        tops = torch.empty(elements // 8, dtype=torch.int16, device=device) if fresh else made[0].tops
+        starts = torch.empty(len(need) + 1, dtype=torch.int32, device=device)
+        flags = torch.zeros(1, dtype=torch.int32, device=device)
+        made.append(Inputs(query, weights, lens, table, logits, tops, starts, flags))
+    return made
+
+
+def score_call(launch: Callable[..., None], config: ScoreConfig, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
+    """One launch on an input set."""
+    host.score_compact(
+        launch,
+        config,
+        x.query,
+        pool,
+        x.weights,
+        x.lens,
+        x.table,
+        topk=TOPK,
+        max_context=x.table.shape[1] * PAGE,
+        logits=x.logits,
+        tops=x.tops,
+        starts=x.starts,
+        flags=x.flags,
+        blocks=blocks,
+    )
+
+
+def exact_row(case: Case, pool: torch.Tensor, x: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 (logits, magnitudes) of a row, see `score_bound`."""
+    request, length = row // case.next_n, int(x.lens[row])
+    raw = pool.view(pool.shape[0], PAGE_BYTES)[x.table[request, : -(-length // PAGE)].long()]
+    keys = raw[:, :8192].reshape(-1, 128).view(torch.float8_e4m3fn)[:length].double()
+    scale = raw[:, 8192:].contiguous().view(torch.float32).reshape(-1)[:length].double()
+    query, weights = x.query[row].double(), x.weights[row].double()[:, None]
+    exact = ((query @ keys.T).clamp_min(0.0) * weights).sum(0) * scale
+    return exact, (query.abs() @ keys.abs().T * weights.abs()).sum(0) * scale
+
+
+def gate(case: Case, pool: torch.Tensor, x: Inputs, call: Callable[[], None], peer: Callable[[], Any] | None) -> float:
+    """Raise unless the case is right; returns the worst excess over BF16 rounding as a share of the magnitude."""
+    x.logits.fill_(float("nan"))
+    call()
+    first, first_tops = x.logits.clone(), x.tops.clone()
+    x.logits.fill_(float("nan"))
+    call()
+    if int(x.flags.item()) or not torch.equal(first.view(torch.int16), x.logits.view(torch.int16)):
+        raise AssertionError(f"{case.name}: flag {int(x.flags.item())} or rerun differs")
+    other = peer() if peer is not None else None
+    starts, worst = x.starts.tolist(), 0.0
+    rows = len(case.lengths) * case.next_n
+    for row in sorted({0, rows - 1, rows // 2, rows // 3}):
+        request, j = divmod(row, case.next_n)
+        tiles = starts[request + 1] - starts[request]
+        if not tiles:
+            continue
+        at, length = TILE * (case.next_n * starts[request] + j * tiles), case.lengths[request]
+        mine = first[at : at + length]
+        exact, magnitude = exact_row(case, pool, x, row)
+        bound = logit_bound(exact, magnitude, case.heads)
+        error = (mine.double() - exact).abs()
+        if not bool((error <= bound).all()):
+            raise AssertionError(f"{case.name} row {row}: {float((error - bound).max())} beyond the bound")
+        worst = max(worst, float(((error - exact.abs() * 2.0**-8) / magnitude).max()))
+        tops = row_tops(mine.cpu()).to(torch.int32)
+        if not torch.equal(tops, first_tops[at // 8 : at // 8 + len(tops)].cpu().to(torch.int32) & 0xFFFF):
+            raise AssertionError(f"{case.name} row {row}: tops are not those of the logits")
+        if other is not None and not bool(((other[row, :length].double() - mine.double()).abs() <= 2 * bound).all()):
+            raise AssertionError(f"{case.name} row {row}: DeepGEMM's logits are not within both bounds")
+    return worst
+
+
+class DeepGemm:
+    """The peer: its paged logits and the metadata kernel that it needs beforehand."""
+
+    def __init__(self) -> None:
+        import deep_gemm
+
+        self.module = deep_gemm
+        self.blocks = int(deep_gemm.get_num_sms())
+
+    def lengths(self, case: Case, x: Inputs) -> torch.Tensor:
+        """Lengths as the peer wants them: [requests, next_n], every row's own."""
+        return x.lens.view(len(case.lengths), case.next_n).contiguous()
+
+    def metadata(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The schedule, a kernel of its own."""
+        plan: torch.Tensor = self.module.get_paged_mqa_logits_metadata(lengths, PAGE, self.blocks)
+        return plan
+
+    def logits(self, case: Case, pool: torch.Tensor, x: Inputs, lengths: torch.Tensor, plan: torch.Tensor) -> Any:
+        """float32 [rows, max context]."""
+        query = x.query.view(len(case.lengths), case.next_n, case.heads, 128)
+        cache = pool.view(pool.shape[0], PAGE, 1, 132)
+        longest = x.table.shape[1] * PAGE
+        return self.module.fp8_paged_mqa_logits(query, cache, x.weights, lengths, x.table, plan, longest, False)
+
+
+def peers_of(case: Case, peer: DeepGemm | None) -> DeepGemm | None:
+    """The peer where it serves the case: it has one or two query rows."""
+    return peer if peer is not None and case.next_n <= 2 else None
+
+
+def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Record:
+    """Gate, then times of ours and of the peer's two kernels."""
+    device = pool.device
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    config = ScoreConfig("fp8_fp32", case.heads, case.next_n, "compact", "float32")
+    launch = Launcher(KERNEL, config, device)
+    sets = timing.sets_for(case.read_bytes, l2, MOST_SETS)
+    inputs = make_inputs(case, pool, sets)
+    torch.cuda.synchronize(device)
+    served = peers_of(case, peer)
+    plans: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if served is not None:
+        lengths = [served.lengths(case, x) for x in inputs]
+        plans = [(n, served.metadata(n)) for n in lengths]
+
+    def theirs(i: int) -> Any:
+        assert served is not None
+        return served.logits(case, pool, inputs[i], *plans[i])
+
+    def ours(i: int) -> None:
+        score_call(launch, config, pool, inputs[i], blocks)
+
+    excess = gate(case, pool, inputs[0], lambda: ours(0), (lambda: theirs(0)) if served else None)
+    taken = timing.graph_time(ours, sets=sets, bytes_per_set=case.read_bytes, device=device)
+    peers: dict[str, float] = {}
+    if served is not None:
+        theirs_us = timing.graph_time(theirs, sets=sets, bytes_per_set=case.read_bytes, device=device)
+        plan_us = timing.graph_time(
+            lambda i: served.metadata(plans[i][0]), sets=sets, bytes_per_set=case.read_bytes, device=device
+        )
+        peers = {"deep_gemm_logits": round(theirs_us.us, 3), "deep_gemm_metadata": round(plan_us.us, 3)}
+    return timing.record(
+        "score",
+        case.name,
+        taken,
+        device,
+        requests=len(case.lengths),
+        keys=max(case.lengths),
+        next_n=case.next_n,
+        heads=case.heads,
+        topk=TOPK,
+        format="fp8_fp32",
+        numerics="fp32",
+        exact=True,
+        limit_us=round(case.limit_us, 2),
+        peers=peers,
+        extra={"error_over_magnitude": float(f"{excess:.3g}"), "input_sets": sets},
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; exit status 1 when a gate failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", default="main,heads64,bimodal", help=f"comma list of {', '.join(CASE_SETS)}")
+    parser.add_argument("--only", default="", help="comma list of case names")
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
+    parser.add_argument("--no-peers", action="store_true")
+    args = parser.parse_args(argv)
+    names = set(filter(None, args.only.split(",")))
+    chosen = [c for group in args.set.split(",") for c in CASE_SETS[group] if not names or c.name in names]
+    device = torch.device("cuda", torch.cuda.current_device())
+    pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
+    pool = make_pool(pages, device)
+    peer: DeepGemm | None = None
+    if not args.no_peers:
+        try:
+            peer = DeepGemm()
+        except ImportError as error:
+            print(f"DeepGEMM is not measured: {error}", flush=True)
+    failed = 0
+    for case in chosen:
+        try:
+            record = measure(case, pool, peer)
+        except AssertionError as error:
+            failed += 1
+            print(f"GATE FAILED {error}", flush=True)
+            continue
+        if args.out is not None:
+            timing.append(args.out, record)
+        share = case.limit_us / record.us
+        beside = " ".join(f"{name} {us:.1f}" for name, us in record.peers.items())
+        line = f"{case.name:>18} h{case.heads} {record.us:8.2f} us ({record.us_min:.2f}..{record.us_max:.2f})"
+        print(f"{line} limit {case.limit_us:6.1f} ({share:4.0%}) {beside}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The sm90 scorer under repetition, replay and special values, and what the matrix unit does with small addends."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import score_cases as sc
+import torch
+from harness import cases
+from test_score import ragged, same_rows
+
+from keysieve.kernels import sm90_score_host as host
+from keysieve.reference.layouts import compact_layout
+from keysieve.testing.score_bound import ACCUMULATOR_BITS
+
+REPEATS = int(os.environ.get("KEYSIEVE_REPEATS", "10000"))
+"""Bitwise repeats of each configuration."""
+
+
+@cases((32, 1), (32, 2), (32, 4), (32, 8), (64, 1), (64, 2), (64, 4), (64, 8), (16, 3), (8, 8))
+def test_repeats(device: torch.device, case: tuple[int, int]) -> None:
+    """Thousands of launches, back to back and overlapping in memory traffic, always the same bits."""
+    heads, next_n = case
+    p = sc.problem(device, sc.config_of(heads, next_n), ragged(40 * next_n, seed=21, longest=4000), seed=20)
+    want = sc.run(p)
+    layout = compact_layout(p.usable, next_n, 0)
+    lens = torch.tensor(p.lengths, dtype=torch.int32, device=device)
+    logits, tops = torch.empty_like(want.logits), torch.empty_like(want.logits[: len(want.logits) // 8])
+    tops = torch.empty_like(want.tops) if want.tops is not None else tops
+    starts = torch.empty(p.table.shape[0] + 1, dtype=torch.int32, device=device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    launch = sc.launcher(p.config)
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+    noise = torch.empty(1 << 26, dtype=torch.uint8, device=device)
+    hog = torch.cuda.Stream()
+    for index in range(REPEATS):
+        if index % 50 == 0:
+            logits.fill_(sc.SENTINEL)
+            tops.fill_(sc.SENTINEL)
+            with torch.cuda.stream(hog):
+                noise.add_(1)
+        host.score_compact(
+            launch,
+            p.config,
+            p.query,
+            p.cache,
+            p.weights,
+            lens,
+            p.table,
+            topk=0,
+            max_context=sc.BIG,
+            logits=logits[: layout.elements].view(torch.bfloat16),
+            tops=tops[: layout.elements // 8],
+            starts=starts,
+            flags=flags,
+            blocks=132,
+        )
+        bad += (logits != want.logits).any()
+        bad += (tops != want.tops).any()
+    assert int(bad) == 0, f"{int(bad)} of {REPEATS} launches differ"
+
+
+def test_replay_with_other_lengths(device: torch.device) -> None:
+    """Captured with empty rows, replayed with long ones, other tables and back: lengths and ids come from memory."""
+    config = sc.config_of(32, 2)
+    p = sc.problem(device, config, ragged(24, seed=22, longest=20000), seed=21)
+    want = sc.rows_of(p, sc.run(p))
+    layout = compact_layout(p.usable, 2, 0)
+    lens = torch.zeros(24, dtype=torch.int32, device=device)
+    table = torch.full_like(p.table, sc.POISON_ID)
+    logits = torch.full((layout.elements,), sc.SENTINEL, dtype=torch.int16, device=device)
+    tops = torch.empty(layout.elements // 8, dtype=torch.int16, device=device)
+    starts = torch.empty(13, dtype=torch.int32, device=device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    launch = sc.launcher(config)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        host.score_compact(
+            launch,
+            config,
+            p.query,
+            p.cache,
+            p.weights,
+            lens,
+            table,
+            topk=0,
+            max_context=sc.BIG,
+            logits=logits.view(torch.bfloat16),
+            tops=tops,
+            starts=starts,
+            flags=flags,
+            blocks=132,
+        )
+    graph.replay()
+    assert int(starts[-1]) == 0
+    assert bool((logits == sc.SENTINEL).all())
+    lens.copy_(torch.tensor(p.lengths, dtype=torch.int32))
+    table.copy_(p.table)
+    graph.replay()
+    same_rows(want, sc.rows_of(p, sc.Result(logits, tops, starts, 0)), "long replay")
+    lens.zero_()
+    before = logits.clone()
+    graph.replay()
+    assert int(starts[-1]) == 0
+    assert torch.equal(before, logits)
+    assert int(flags.item()) == 0
+
+
+def _bits(row: torch.Tensor | None) -> list[int]:
+    assert row is not None
+    return [int(v) & 0xFFFF for v in row.tolist()]
+
+
+def test_special_values(device: torch.device) -> None:
+    """NaN keys, scales and queries give the canonical NaN; -0 is stored as +0; overflow gives infinities."""
+    p = sc.problem(device, sc.config_of(8, 1), [70, 70], seed=23)
+    raw, keys = sc.page_bytes(p.cache), p.table[:, :2].long()
+    query = torch.zeros_like(p.query)
+    query[0, 0, 0] = 1.0
+    query[1, 0, 0] = 1.0
+    weights = torch.zeros_like(p.weights)
+    weights[0, 0], weights[1, 0] = 2.0, -2.0
+    one = torch.zeros(128, device=device)
+    one[0] = 1.0
+    code = one.to(torch.float8_e4m3fn).view(torch.uint8)
+    for request in range(2):
+        first = raw[keys[request, 0]].clone()
+        first[:8192] = code.repeat(64)
+        scales = torch.ones(64, device=device)
+        scales[1], scales[2], scales[3], scales[4] = 3e38, float("nan"), float("inf"), 1e-39
+        first[8192:] = scales.view(torch.uint8)
+        first[5 * 128 + 7] = 0x7F  # a NaN code at element 7, which the query multiplies by zero
+        first[6 * 128] = 0  # the dot is 0: times -2 it is -0
+        first[7 * 128] = 0xB8  # the dot is -1: the ReLU makes it 0
+        raw[keys[request, 0]] = first
+    p = replace(p, query=query, weights=weights)
+    rows = sc.rows_of(p, sc.run(p))
+    plus, minus = _bits(rows[0])[:8], _bits(rows[1])[:8]
+    assert plus[0] == 0x4000
+    assert minus[0] == 0xC000
+    assert plus[1] == 0x7F80
+    assert minus[1] == 0xFF80
+    assert plus[2] == minus[2] == 0xFFC0
+    assert plus[3] == 0x7F80
+    assert plus[4] != 0, "a subnormal logit is kept"
+    assert plus[5] == minus[5] == 0xFFC0
+    assert plus[6] == minus[6] == 0x0000
+    assert plus[7] == minus[7] == 0x0000
+    spoiled = query.clone()
+    spoiled[0, 3, 5] = float("nan")
+    rows = sc.rows_of(p, sc.run(replace(p, query=spoiled)))
+    assert set(_bits(rows[0])) == {0xFFC0}
+    assert _bits(rows[1])[:8] == minus
+
+
+def test_ue8m0_ends(device: torch.device) -> None:
+    """Scale byte 0 is 2^-127, 254 is 2^127, 255 is NaN; the lowest of the four bytes counts."""
+    p = sc.problem(device, sc.config_of(8, 1, key_format="fp8_ue8m0"), [4], seed=24)
+    page = int(p.table[0, 0])
+    raw = sc.page_bytes(p.cache)[page]
+    one = torch.zeros(128, device=device)
+    one[0] = 1.0
+    raw[:512] = one.to(torch.float8_e4m3fn).view(torch.uint8).repeat(4)
+    raw[8192:8208] = torch.tensor([0] * 4 + [254] * 4 + [255] * 4 + [127, 1, 2, 3], dtype=torch.uint8, device=device)
+    query = torch.zeros_like(p.query)
+    query[0, 0, 0] = 1.0
+    weights = torch.zeros_like(p.weights)
+    weights[0, 0] = 1.0
+    p = replace(p, query=query, weights=weights)
+    (row,) = sc.rows_of(p, sc.run(p))
+    assert _bits(row) == [0x0040, 0x7F00, 0xFFC0, 0x3F80]
+
+
+@cases((0, 1, 2), (0, 31, 16), (16, 0, 31), (0, 40, 100), (0, 127, 64), (40, 0, 80))
+def test_accumulator_bits(device: torch.device, case: tuple[int, int, int]) -> None:
+    """256 + 2^-j - 256 keeps 2^-j as long as it lies within ACCUMULATOR_BITS of the largest addend.
+
+    case: the elements of the dot that hold the three products; some lie in other instructions than others.
+    """
+    exponents = list(range(-7, ACCUMULATOR_BITS - 8 + 1))
+    p = sc.problem(device, sc.config_of(8, 1), [64], seed=25)
+    keys = torch.zeros(64, 128)
+    for row, j in enumerate(exponents):
+        keys[row, case[0]], keys[row, case[1]], keys[row, case[2]] = 256.0, 2.0**-j, -256.0
+    raw = sc.page_bytes(p.cache)[int(p.table[0, 0])]
+    raw[:8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8).flatten().to(device)
+    raw[8192:] = torch.ones(64).view(torch.uint8).to(device)
+    weights = torch.zeros_like(p.weights)
+    weights[0, 0] = 1.0
+    p = replace(p, query=torch.ones_like(p.query), weights=weights)
+    (row,) = sc.rows_of(p, sc.run(p))
+    assert row is not None
+    got = row.view(torch.bfloat16).float().tolist()[: len(exponents)]
+    assert got == [2.0**-j for j in exponents]
