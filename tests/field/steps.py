@@ -86,3 +86,9 @@ def assert_fault(indexer: ks.DecodeIndexer, *parts: str) -> None:
 def poisoned(*shape: int) -> Tensor:
     """An int32 output buffer full of a value that no test can produce."""
     return torch.full(shape, UNSET, dtype=torch.int32)
+
+
+def distinct_scores(length: int, seed: int) -> Tensor:
+    """``length`` different BF16 values in random order."""
+    keys = 0x0100 + torch.randperm(0xFE00, generator=torch.Generator().manual_seed(seed))[:length]
+    return ((torch.where(keys >= 0x8000, keys - 0x8000, 0xFFFF - keys)) << 16).to(torch.int32).view(torch.float32)
