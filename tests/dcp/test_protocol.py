@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keysieve.dcp.protocol import FAULTS, SEEDED, SMALL, Model, Scenario, explore, main
@@ -78,9 +80,12 @@ def test_equal_signatures_cannot_reveal_a_skipped_call() -> None:
 
 
 def test_a_chip_that_holds_all_rows_does_not_need_the_row_order() -> None:
-    roomy = Scenario("roomy", FULL_CHIP.programs, rows=2, units=FULL_CHIP.units, saturated=FULL_CHIP.saturated,
-                     own_in_order=True)  # fmt: skip
-    assert explore(Model(roomy, frozenset({"any-row-order"}))).sound
+    """The order matters because chips are full: with room for both rows any order will do, with room for one it will not."""
+    one_each = replace(FULL_CHIP, saturated={(1, 0): (0,), (1, 1): (1,)})
+    any_order = frozenset({"any-row-order"})
+    assert explore(Model(replace(one_each, resident=None), any_order)).sound
+    assert explore(Model(one_each, any_order)).violation is not None
+    assert explore(Model(one_each)).sound
 
 
 def test_a_limit_of_states_is_not_called_sound() -> None:
