@@ -80,7 +80,7 @@ def test_equal_signatures_cannot_reveal_a_skipped_call() -> None:
 
 
 def test_a_chip_that_holds_all_rows_does_not_need_the_row_order() -> None:
-    """The order matters because chips are full: with room for both rows any order will do, with room for one it will not."""
+    """The order matters because chips are full: with room for both rows any will do, with room for one it will not."""
     one_each = replace(FULL_CHIP, saturated={(1, 0): (0,), (1, 1): (1,)})
     any_order = frozenset({"any-row-order"})
     assert explore(Model(replace(one_each, resident=None), any_order)).sound
