@@ -95,8 +95,10 @@ class CpuRunner:
 
     def _check_total(self, lengths: list[int], step: Step) -> None:
         bound = self.plan.problem.max_total_keys
+        if bound is None:
+            return
         needed = compact_elements(lengths, step.next_n, step.spec.topk)
-        if bound is not None and needed > bound:
+        if needed > bound:
             refuse(
                 "max_total_keys",
                 got=f"a step that needs {needed} elements of logits",

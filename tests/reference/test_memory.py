@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from keysieve.bench import cpu
 
 
@@ -21,7 +23,17 @@ def test_a_million_keys_in_under_two_gigabytes() -> None:
 
 
 def test_the_benchmark_checks_before_it_times() -> None:
-    line = cpu.measure_speed(requests=2, keys=3000, heads=8, topk=64, repeats=1)
-    assert line["exact"] is True
-    assert line["ratio"] > 0
-    assert set(line["peers"]) == {"obvious float32"}
+    record = cpu.measure_speed(requests=2, keys=3000, heads=8, topk=64, repeats=1)
+    assert record.exact is True
+    assert record.extra["ratio"] > 0
+    assert record.peers["obvious float32"] > 0
+    assert record.arch == "cpu"
+
+
+def test_the_benchmarks_gate_notices_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = cpu.Setup(cpu.IndexerSpec(heads=8, topk=64), 2, 3000)
+    assert setup.is_exact()
+    right = setup.step()
+    right.positions[1, 63] = 2999 - int(right.positions[1, 63] == 2999)
+    monkeypatch.setattr(setup, "step", lambda: right)
+    assert not setup.is_exact()
