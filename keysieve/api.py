@@ -14,7 +14,7 @@ from keysieve import ops
 from keysieve.backends import load, name_for, resolve
 from keysieve.checks import refuse
 from keysieve.indexer import DecodeIndexer, workspace_bytes
-from keysieve.inputs import Query, check_output, check_step
+from keysieve.inputs import Query, check_apart, check_output, check_step
 from keysieve.reference.score import check_max_len
 from keysieve.reference.topk import check_topk
 from keysieve.spec import IndexerSpec
@@ -62,7 +62,7 @@ def score(
     if out is not None:
         if width is None:
             refuse("max_len", got=None, accepted="an int when out is given", remedy="Pass out.shape[1].")
-        _check_logits("out", out, (step.rows, width), step.codes.device)
+        check_output("out", out, (step.rows, width), step.codes.device, torch.bfloat16)
     if not torch.compiler.is_compiling():
         return backend.score(step, width, out)
     if width is None:
@@ -116,6 +116,7 @@ def topk(
         check_output("out", out, (rows, k), device)
     if counts is not None:
         check_output("counts", counts, (rows,), device)
+    check_apart(out=out, counts=counts)
     if not torch.compiler.is_compiling():
         return backend.topk(call, out, counts)
     chosen = lengths.new_empty((rows, k), dtype=torch.int32) if out is None else out
@@ -123,11 +124,3 @@ def topk(
     p = call.place
     ops.topk(call.logits, call.lengths, p.kv_table, call.owner, p.kv_page, p.block_rows, chosen, number)
     return chosen, number
-
-
-def _check_logits(argument: str, out: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse a logits buffer that is not bfloat16 of that shape with unit inner stride."""
-    fits = isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and tuple(out.shape) == shape
-    if not fits or out.device != device or (out.shape[-1] > 1 and out.stride(-1) != 1):
-        remedy = "Allocate it with torch.empty, or leave it out."
-        refuse(argument, got=repr(type(out)), accepted=f"bfloat16 {list(shape)} on {device}", remedy=remedy)

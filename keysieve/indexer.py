@@ -20,6 +20,7 @@ from keysieve.inputs import (
     Query,
     Selection,
     Step,
+    check_apart,
     check_output,
     check_placement,
     check_spec,
@@ -264,11 +265,9 @@ class DecodeIndexer:
         number = _buffer("counts", counts, (rows,), device)
         if isinstance(positions, torch.Tensor):
             check_output("positions", positions, shape, device)
-            traced = torch.compiler.is_compiling()  # tensors without addresses; the operator comes here again
-            if rows and not traced and positions.data_ptr() == chosen.data_ptr():
-                remedy = "Allocate two buffers."
-                refuse("positions", got="the buffer given as out", accepted="another buffer", remedy=remedy)
+            check_apart(out=chosen, counts=number, positions=positions)
             return Selection(chosen, number, positions)
+        check_apart(out=chosen, counts=number)
         return Selection(chosen, number, torch.empty(shape, dtype=torch.int32, device=device) if positions else None)
 
     def _own_logits(self, dcp: ContextParallel, step: Step) -> torch.Tensor:

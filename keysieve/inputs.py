@@ -221,17 +221,65 @@ def check_placement(
     return Placement(per_request(table, rows, next_n), page, span)
 
 
-def check_output(argument: str, buffer: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A caller's int32 output buffer: unit inner stride, any row stride that keeps rows apart."""
-    out = require_tensor(argument, buffer, dtypes=(torch.int32,), shape=shape, device=device, unit_inner=True)
-    if out.dim() == 2 and out.shape[0] > 1 and 0 <= out.stride(0) < out.shape[1]:
+def check_output(
+    argument: str,
+    buffer: Any,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    """A caller's output buffer: unit inner stride, any row stride that keeps rows apart."""
+    out = require_tensor(argument, buffer, dtypes=(dtype,), shape=shape, device=device, unit_inner=len(shape) > 1)
+    width = shape[1] if len(shape) > 1 else 1
+    if out.shape[0] > 1 and out.stride(0) < width:
         refuse(
             argument,
             got=describe(out),
-            accepted=f"rows that do not overlap (row stride of at least {out.shape[1]})",
+            accepted=f"rows that do not overlap (row stride of at least {width})",
             remedy="Allocate the buffer, do not expand it.",
         )
     return out
+
+
+def check_apart(**buffers: torch.Tensor | None) -> None:
+    """Refuse output buffers that share memory; rows side by side in one allocation are apart.
+
+    Args:
+        buffers: checked buffers by argument name; None is left out. The later one of a pair is named.
+    """
+    if torch.compiler.is_compiling():  # tensors without addresses; the operator makes this check when it runs
+        return
+    given = [(name, buffer) for name, buffer in buffers.items() if buffer is not None and buffer.numel()]
+    for at, (name, buffer) in enumerate(given):
+        for other_name, other in given[:at]:
+            if _meet(buffer, other):
+                refuse(
+                    name,
+                    got=f"memory of {other_name}: {describe(buffer)} and {describe(other)}",
+                    accepted=f"a buffer apart from {other_name}",
+                    remedy="Allocate one buffer for each output.",
+                )
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two buffers of unit inner stride share memory; unlike row strides in one range count as sharing."""
+    if a.device != b.device:
+        return False
+    (first, width, stride, end), (other, other_width, other_stride, other_end) = _extent(a), _extent(b)
+    if end <= other or other_end <= first:
+        return False
+    if stride != other_stride:
+        return True
+    apart = (other - first) % stride
+    return not (width <= apart <= stride - other_width)
+
+
+def _extent(buffer: torch.Tensor) -> tuple[int, int, int, int]:
+    """First byte, bytes of a row, bytes from row to row, and the byte after the last, of a non-empty buffer."""
+    size, first = buffer.element_size(), buffer.data_ptr()
+    width = size * (buffer.shape[1] if buffer.dim() > 1 else 1)
+    stride = max(size * buffer.stride(0), width) if buffer.shape[0] > 1 else width
+    return first, width, stride, first + stride * (buffer.shape[0] - 1) + width
 
 
 def compact_elements(lengths: list[int], next_n: int, topk: int) -> int:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import keysieve as ks
 from keysieve import DecodeIndexer, IndexCache, IndexerSpec, KeysieveError
+from keysieve.inputs import check_apart
 from keysieve.testing import assert_untouched, random_case
 
 SPEC = IndexerSpec(heads=8, topk=16)
@@ -242,3 +245,37 @@ def test_the_reference_refuses_as_the_api_does() -> None:
         bad = [*args[:at], value, *args[at + 1 :]]
         for score in (ks.score, ks.reference.score):
             assert_refused(lambda s=score, b=bad: s(SPEC, *b), argument)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_outputs_that_share_memory_are_refused(data: st.DataObject) -> None:
+    """Against the set of elements each buffer covers; unlike strides within one range may be refused as well."""
+    rows = data.draw(st.integers(1, 4))
+    memory = torch.zeros(400, dtype=torch.int32)
+    buffers, cells = {}, {}
+    for name in ("out", "positions"):
+        width, gap, offset = (data.draw(st.integers(low, high)) for low, high in ((1, 9), (0, 12), (0, 90)))
+        buffers[name] = memory.as_strided((rows, width), (width + gap, 1), offset)
+        cells[name] = {offset + r * (width + gap) + c for r in range(rows) for c in range(width)}
+    alike = buffers["out"].stride(0) == buffers["positions"].stride(0)
+    try:
+        check_apart(**buffers)
+    except KeysieveError as refusal:
+        assert str(refusal).startswith("positions: got memory of out")
+        assert not alike or cells["out"] & cells["positions"]
+    else:
+        assert not cells["out"] & cells["positions"]
+
+
+def test_buffers_of_one_allocation_side_by_side_are_accepted() -> None:
+    call, memory = good(), torch.full((4, 33), 77, dtype=torch.int32)
+    call |= {"out": memory[:, :16], "positions": memory[:, 16:32], "counts": memory[:, 32]}
+    want = indexer()(**good())
+    indexer()(**call)
+    assert torch.equal(memory, torch.cat([want.rows, want.positions, want.counts[:, None]], 1))
+    for name, view in (("positions", memory[:, 8:24]), ("counts", memory[:, 3])):
+        assert_refused(lambda n=name, v=view: indexer()(**{**call, n: v}), name, out=memory)
+    args = (SPEC, CASE.query, CASE.index_cache(), CASE.weights, CASE.seq_lens, CASE.index_table, 128)
+    overlapping = torch.zeros(600, dtype=torch.bfloat16).as_strided((4, 128), (127, 1))
+    assert_refused(lambda: ks.score(*args, out=overlapping), "out", out=overlapping)
