@@ -237,42 +237,53 @@ class OtherIndexer(nn.Module):
         return self.expression(operands)
 
 
-def usual(e: Operands) -> Any:
-    logits = e.summed(torch.relu(0.5 * e.dots))
+def chosen(e: Operands, logits: Any) -> Any:
     return torch.topk(logits.masked_fill(~e.mask, float("-inf")), 4, dim=-1).indices
+
+
+def usual(e: Operands) -> Any:
+    return chosen(e, e.summed(torch.relu(0.5 * e.dots)))
 
 
 OTHER_EXPRESSIONS = {
     "sigmoid": lambda e: torch.sigmoid(e.dots),
-    "no relu": lambda e: e.summed(e.dots),
-    "negative scale": lambda e: (e.dots * -0.5).relu(),
+    "no relu": lambda e: chosen(e, e.summed(e.dots)),
+    "negative scale": lambda e: chosen(e, e.summed((e.dots * -0.5).relu())),
     "scale tensor": lambda e: e.dots * torch.ones(8, 1),
     "no mask": lambda e: e.logits.topk(4, dim=-1),
     "bias": lambda e: e.logits + torch.linspace(-1, 0, 6).expand(1, 2, 6),
-    "two masks": lambda e: e.logits.masked_fill(~e.mask, -torch.inf) + torch.zeros(1, 2, 6),
+    "two masks": lambda e: chosen(e, e.logits + torch.zeros(1, 2, 6)),
     "block maximum": lambda e: e.dots.view(1, 2, 8, 3, 2).amax(-1),
     "indexed keys": lambda e: e.keys[..., -1],
     "head mean": lambda e: e.dots.relu().mean(2),
     "softmax": lambda e: torch.softmax(e.dots, dim=-1),
-    "wrong weights": lambda e: torch.matmul(e.weights, e.dots.relu()),
+    "wrong weights": lambda e: chosen(e, torch.matmul(e.weights, e.dots.relu())),
     "sum": lambda e: e.dots + 1,
     "keys times two": lambda e: e.keys * 2,
     "nothing at all": lambda _: torch.zeros(1, 2, 4),
 }
 
 
-def call(expression: Any) -> Any:
+def call(expression: Any, observer: Any = None) -> Any:
     model = nn.Module()
     model.indexer = OtherIndexer(expression)
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(1, 2, 8, 128, generator=generator), torch.randn(1, 6, 128, generator=generator)
     weights, mask = torch.randn(1, 2, 8, generator=generator), torch.ones(1, 2, 6, dtype=torch.bool)
-    with patch(model):
+    with patch(model, observer=observer):
         return model.indexer(Operands(query, keys, weights, mask))
 
 
 def test_the_usual_expression_is_recognised_whatever_its_class() -> None:
     assert call(usual).shape == (1, 2, 4)
+
+
+def test_scales_on_both_sides_of_the_rectifier_multiply() -> None:
+    steps: list[IndexerStep] = []
+    for expression in (usual, lambda e: chosen(e, e.summed((0.5 * e.dots * 4.0).relu() * 3.0))):
+        call(expression, lambda step, *_: steps.append(step))
+    # 0.5 in the usual expression, 6 in the other: a ratio of 12, and half an ulp for each product.
+    torch.testing.assert_close(steps[1].weights, 12 * steps[0].weights, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("kind", OTHER_EXPRESSIONS)
