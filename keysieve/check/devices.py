@@ -15,11 +15,11 @@ GPU_HEADS_AND_ROWS = ((32, 1), (64, 1), (8, 3), (16, 8), (64, 2))
 """(heads, next_n) pairs that are checked on a GPU, in all formats: each is a kernel to compile or load."""
 
 GPU_REPEATS = 8
-ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "shards")
+ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "replays", "shards")
 WITHOUT_KERNELS = ("writers", "queries")
 """Stages that are torch operations on any device: they need no backend."""
 
-GPU_STAGES = ("writers", "queries", "scores", "topk", "steps")
+GPU_STAGES = ("writers", "queries", "scores", "topk", "steps", "replays")
 
 
 def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str] | None = None) -> Scope:

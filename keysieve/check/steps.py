@@ -28,7 +28,7 @@ BAD_PAGES = (-1, -(2**31), 2**31 - 1)
 # --- drawing and shrinking -----------------------------------------------------------------------------------------
 
 
-def draw_step(seed: int, scope: Scope, hostile: float = 0.2) -> StepTrial:
+def draw_step(seed: int, scope: Scope, hostile: float = 0.2, spoiled: float = 0.25) -> StepTrial:
     """A case of anything, now and then a long one, now and then with page ids or lengths that must be caught."""
     rng, gen = generators(seed)
     given: dict[str, Any] = {"numerics": rng.choice(scope.numerics)}
@@ -47,7 +47,7 @@ def draw_step(seed: int, scope: Scope, hostile: float = 0.2) -> StepTrial:
             given.setdefault("next_n", rng.choice([1, 2]))
         case = draw_case(seed, **given, max_context=contexts[size], max_requests=1 if size == "long" else 4)
         case = case if size == "long" else _fewer_rows(case, 8)
-    if rng.random() < 0.25 and case.index_table.numel():
+    if rng.random() < spoiled and case.index_table.numel():
         case = _spoil(case, rng, gen)
     return StepTrial(
         case,

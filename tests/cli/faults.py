@@ -457,6 +457,28 @@ def physical_rows_of_the_first_request(patch: Patch) -> None:
     )
 
 
+@fault("replays")
+def logits_of_an_earlier_step_kept(patch: Patch) -> None:
+    real = step.CpuRunner.run
+
+    def run(self: Any, given: Any, place: Any, out: Any) -> None:
+        kept = getattr(self, "kept", None)
+        real(self, given if kept is None else replace(given, weights=kept), place, out)
+        self.kept = given.weights.clone()
+
+    patch.setattr(step.CpuRunner, "run", run)
+
+
+@fault("replays")
+def empty_rows_keep_what_stood_there(patch: Patch) -> None:
+    real = step.select_row_
+
+    def select_row(logits: torch.Tensor, length: int, k: int, out: torch.Tensor) -> int:
+        return real(logits, length, k, out) if length > 0 else 0
+
+    patch.setattr(step, "select_row_", select_row)
+
+
 # --- context parallelism -------------------------------------------------------------------------------------------
 
 

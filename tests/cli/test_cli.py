@@ -38,10 +38,12 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_reports_counts_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("check", "--cases", "12", "--seed", "7") == 0
+    assert run("check", "--cases", "14", "--seed", "7") == 0
     out = capsys.readouterr().out
     assert "seed 7" in out
-    assert re.search(r"12 cases in [\d.]+ s \(writers 2, queries 2, scores 2, topk 2, steps 2, shards 2\): 0 mism", out)
+    assert re.search(
+        r"14 cases in .*writers 2, queries 2, scores 2, topk 2, steps 2, replays 2, shards 2\): 0 mism", out
+    )
 
 
 def test_check_prints_a_replay_that_repeats_the_mismatch(
@@ -72,7 +74,7 @@ def test_same_seed_same_cases() -> None:
     ("argv", "told"),
     [
         (("check", "--stage", "nope"), "--stage: got 'nope'"),
-        (("check", "--replay", "1"), "--replay: got 6 stages"),
+        (("check", "--replay", "1"), "--replay: got 7 stages"),
         (("check", "--device", "gpu0"), "device"),
         (("check", "--device", "cpu", "--backend", "sm90"), "backend 'sm90'"),
     ],
