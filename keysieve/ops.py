@@ -13,6 +13,7 @@ import torch
 
 from keysieve.backends import load, name_for, resolve
 from keysieve.cache import IndexCache
+from keysieve.checks import refuse
 from keysieve.inputs import Placement, Step
 from keysieve.reference.topk import TopkCall
 from keysieve.spec import IndexerSpec
@@ -55,7 +56,10 @@ def decode_step(
     positions: torch.Tensor | None,
 ) -> None:
     """``DecodeIndexer.__call__`` of the indexer registered as ``handle``."""
-    indexer = _INDEXERS[handle]
+    indexer = _INDEXERS.get(handle)
+    if indexer is None:
+        remedy = "Keep the DecodeIndexer alive as long as what was compiled with it."
+        refuse("indexer", got="one that no longer exists", accepted="a live DecodeIndexer", remedy=remedy)
     indexer(
         codes if words is None else (codes, words),
         IndexCache(indexer.spec, data),

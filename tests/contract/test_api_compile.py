@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -160,3 +161,15 @@ def test_operators_keep_their_promises(key_format: str) -> None:
     indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
     step_args = (indexer._handle, *inputs, case.kv_table, None, None, 0, out, counts, torch.zeros_like(out))
     torch.library.opcheck(torch.ops.keysieve.decode_step.default, step_args)
+
+
+def test_an_indexer_that_is_gone_is_named() -> None:
+    case = case_of("fp8_fp32")
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+    handle = indexer._handle
+    del indexer
+    gc.collect()
+    inputs = (case.query.view(torch.uint8), None, case.cache, case.weights, case.seq_lens, case.index_table)
+    out, counts = torch.zeros(4, 48, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ks.KeysieveError, match="indexer: got one that no longer exists"):
+        torch.ops.keysieve.decode_step(handle, *inputs, None, None, None, 0, out, counts, None)
