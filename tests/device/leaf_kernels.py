@@ -174,6 +174,168 @@ class Rings:
             stage, phase = pipe.next_of_group(stage, phase)
 
 
+class Memory:
+    """One block of 64 threads goes through the remaining loads, stores, atomics and votes: `test_memory_leaves`.
+
+    words: u32 [256], read. out: u32 [8, 64], row by row what the comments say. counters: u32 [8], updated.
+    """
+
+    THREADS = 64
+
+    @cute.jit
+    def __call__(self, words: Int64, out: Int64, counters: Int64, stream: cuda.CUstream) -> None:
+        self.kernel(words, out, counters).launch(grid=(1, 1, 1), block=(self.THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, words: Int64, out: Int64, counters: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        bar = smem.allocate_array(Int64, 1)
+        data = ptx.smem_addr(smem.allocate_array(Uint32, 256, byte_alignment=128))
+        cells = ptx.smem_addr(smem.allocate_array(Uint32, 8))
+        if thread == Int32(0):
+            cute.arch.mbarrier_init(bar, 1)
+            ptx.prefetch_l2(words, Int32(1024))
+        scan.clear_words(cells, Int32(8), thread, self.THREADS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if thread == Int32(0):
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, 1024)
+            ptx.bulk_load(data, words, Int32(1024), ptx.smem_addr(bar), ptx.l2_policy("evict_first"))
+        cute.arch.mbarrier_wait(bar, 0)
+        self.halves(words, out, data, thread)
+        self.counting(words, out, counters, cells, thread)
+        self.votes(words, out, thread)
+        sync.named_barrier(1, self.THREADS)
+        # row 7: a bulk store of words shared memory got, after this thread's own change of one
+        ptx.store_shared(
+            data + Uint32(thread) * Uint32(4), ptx.load_shared(data + Uint32(thread) * Uint32(4)) ^ Uint32(1)
+        )
+        ptx.fence_async_shared()
+        cute.arch.sync_threads()
+        if thread == Int32(0):
+            ptx.bulk_store(out + Int64(7 * 256), data, Int32(256))
+            ptx.bulk_commit()
+            ptx.bulk_wait(0, read=True)
+            ptx.bulk_wait()
+        ptx.exit_thread()
+
+    @cute.jit
+    def halves(self, words: Int64, out: Int64, data: Uint32, thread: Int32) -> None:
+        at = Int64(thread) * Int64(4)
+        # row 0: the halves of a word swapped, by 16-bit loads from shared and stores to global memory
+        shared = data + Uint32(thread) * Uint32(4)
+        ptx.store_u16(out + at, ptx.load_shared_u16(shared + Uint32(2)))
+        ptx.store_u16(out + at + Int64(2), ptx.load_shared_u16(shared))
+        # row 1: the low half from global memory, widened, through a 16-bit cell of shared memory
+        ptx.store_shared_u16(data + Uint32(512) + Uint32(thread) * Uint32(2), ptx.load_u16(words + at))
+        ptx.store(out + Int64(256) + at, ptx.load_shared_u16(data + Uint32(512) + Uint32(thread) * Uint32(2)))
+        # row 2: pairs of words, by 8-byte accesses; the two words of a pair swapped
+        if thread < Int32(32):
+            pair = Int64(thread) * Int64(8)
+            first, second = ptx.load_v2(words + pair)
+            ptx.store_v2(out + Int64(512) + pair, second, first)
+        # row 3: four words at a time, by each of the hints; reversed within the four
+        if thread < Int32(16):
+            four = Int64(thread) * Int64(16)
+            forms = [ptx.load_v4(words + four, hint) for hint in ("", "nc", "nc.stream", "cg")]
+            # f1 + f2 + f3 - 2 f0 is the value where all four agree, and another where one of them differs
+            a, b, c, d = (forms[1][i] + forms[2][i] + forms[3][i] - forms[0][i] - forms[0][i] for i in range(4))
+            ptx.store_shared_v4(data + Uint32(768) + Uint32(thread) * Uint32(16), d, c, b, a)
+            ptx.store_v4(out + Int64(768) + four, *ptx.load_shared_v4(data + Uint32(768) + Uint32(thread) * Uint32(16)))
+
+    @cute.jit
+    def counting(self, words: Int64, out: Int64, counters: Int64, cells: Uint32, thread: Int32) -> None:
+        word = ptx.load(words + Int64(thread) * Int64(4), Uint32)
+        ptx.red_shared(cells, Uint32(1))
+        ptx.red_shared(cells + Uint32(4), word, "max")
+        ptx.red_shared(cells + Uint32(8), Uint32(1) << Uint32(thread & 31), "or")
+        cute.arch.sync_threads()
+        # row 4: tickets (a permutation of 64..127, since the cell counts on), then what the cells hold
+        ticket = ptx.atom_shared(cells, Uint32(1), "add")
+        ptx.store(out + Int64(1024) + Int64(thread) * Int64(4), ticket)
+        if thread == Int32(0):
+            ptx.store(counters + Int64(16), ptx.load_shared(cells + Uint32(4)))
+            ptx.store(counters + Int64(20), ptx.atom_shared(cells + Uint32(8), Uint32(7), "exch"))
+            ptx.store(counters + Int64(24), ptx.load_shared(cells + Uint32(8)))
+        ptx.red_global(counters, Uint32(3))
+        ptx.red_global(counters + Int64(4), word, "max")
+        ptx.red_global(counters + Int64(8), Uint32(1) << Uint32(thread & 31), "or", "release")
+        ptx.atom_global(counters + Int64(12), Uint32(2), "add", "acq_rel")
+        ptx.fence("gpu")
+
+    @cute.jit
+    def votes(self, words: Int64, out: Int64, thread: Int32) -> None:
+        at = Int64(thread) * Int64(4)
+        word = ptx.load(words + at, Uint32)
+        below, total = scan.ballot_rank((word & Uint32(1)) == Uint32(1), ptx.lanes_below())
+        ptx.store(out + Int64(1280) + at, below * Int32(100) + total)  # row 5
+        summed = Uint32(scan.warp_sum(Int32(word & Uint32(0xFFFF))))
+        ptx.store(out + Int64(1536) + at, summed ^ scan.warp_max_u32(word))  # row 6
+
+
+class Cluster:
+    """Two blocks of a cluster write and count in each other's shared memory; out: u32 [2, 64] and u32 [2]."""
+
+    THREADS = 64
+
+    @cute.jit
+    def __call__(self, out: Int64, sums: Int64, stream: cuda.CUstream) -> None:
+        self.kernel(out, sums).launch(grid=(2, 1, 1), block=(self.THREADS, 1, 1), cluster=(2, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, out: Int64, sums: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        cells = ptx.smem_addr(smem.allocate_array(Uint32, self.THREADS + 1))
+        last = cells + Uint32(4 * self.THREADS)
+        if thread == Int32(0):
+            ptx.store_shared(last, Uint32(0))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        other = Uint32(1) - Uint32(block)
+        cell = cells + Uint32(thread) * Uint32(4)
+        ptx.store_cluster(ptx.map_shared(cell, other), Uint32(thread) + Uint32(1000) * Uint32(block))
+        ptx.red_cluster(ptx.map_shared(last, other), Uint32(thread))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        # what the other block left here, and, read over there, what this one left
+        mine = ptx.load_shared(cell)
+        theirs = ptx.load_cluster(ptx.map_shared(cell, other))
+        ptx.store(out + (Int64(block) * Int64(self.THREADS) + Int64(thread)) * Int64(4), mine * Uint32(10000) + theirs)
+        if thread == Int32(0):
+            ptx.store(sums + Int64(block) * Int64(4), ptx.load_shared(last))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+class Flag:
+    """Block 1 waits for a word that block 0 publishes with release order, then reads what was written before it."""
+
+    @cute.jit
+    def __call__(
+        self, flag: Int64, data: Int64, out: Int64, value: Int32, report: Int64, stream: cuda.CUstream
+    ) -> None:
+        self.kernel(flag, data, out, value, report).launch(grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, flag: Int64, data: Int64, out: Int64, value: Int32, report: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        at = Int64(thread) * Int64(4)
+        if block == Int32(0):
+            ptx.store(data + at, value + thread)
+            ptx.fence("gpu")
+            cute.arch.sync_threads()
+            if thread == Int32(0):
+                ptx.store(flag, Uint32(value), "release", "sys")
+        else:
+            limit = Int64(5_000_000_000)
+            sync.wait_word(flag, Uint32(value), limit, report, Uint32(0), Uint32(thread), Uint32(1), Uint32(2))
+            ptx.store(out + at, ptx.load(data + at, Int32, "relaxed", "gpu"))
+
+
 class Pairs:
     """Block 0 sends tagged pairs, block 1 receives them with a bounded wait and writes the words out.
 
@@ -265,6 +427,9 @@ ENTRIES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "ring7x7x1": (lambda: Rings(7, 7, 1), (Int64(0), Int64(0), Int32(0))),
     "ring6x3x2": (lambda: Rings(6, 3, 2), (Int64(0), Int64(0), Int32(0))),
     "ring1x1x1": (lambda: Rings(1, 1, 1), (Int64(0), Int64(0), Int32(0))),
+    "memory": (Memory, (Int64(0),) * 3),
+    "cluster": (Cluster, (Int64(0),) * 2),
+    "flag": (Flag, (Int64(0), Int64(0), Int64(0), Int32(0), Int64(0))),
     "pairs": (Pairs, (Int64(0), Int64(0), Int32(0), Int32(0), Int64(0), Int64(0))),
     "chain_early": (lambda: Chain(True), (Int64(0), Int64(0), Int32(0), Int64(0))),
     "chain_late": (lambda: Chain(False), (Int64(0), Int64(0), Int32(0), Int64(0))),

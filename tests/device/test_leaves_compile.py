@@ -27,6 +27,14 @@ PROMISED: dict[str, tuple[str, ...]] = {
         *(r"st\.relaxed\.sys\.global\.v2\.b64$", r"ld\.relaxed\.sys\.global\.v2\.b64$"),
         *(r"st\.release\.sys", r"trap$"),
     ),
+    "memory": (
+        *(r"ld\.global\.nc\.L1::no_allocate\.v4", r"ld\.global\.cg\.v4", r"st\.global\.v4", r"createpolicy\."),
+        *(r"cp\.async\.bulk\.global\.shared::cta", r"cp\.async\.bulk\.prefetch", r"fence\.proxy\.async\.shared::cta"),
+        *(r"atom\.shared\.exch", r"red\.release\.gpu\.global\.or", r"redux\.sync\.add", r"redux\.sync\.max\.u32"),
+        *(r"fence\.acq_rel\.gpu", r"exit$"),
+    ),
+    "cluster": (r"mapa\.shared::cluster", r"st\.shared::cluster", r"red\.relaxed\.cluster", r"ld\.shared::cluster"),
+    "flag": (r"st\.release\.sys\.global", r"ld\.acquire\.sys\.global"),
     "chain": (r"griddepcontrol\.wait$",),
     "contracted": (),  # contracted by the device assembler: the machine code has the fma, the PTX need not
 }

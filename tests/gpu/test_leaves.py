@@ -261,6 +261,53 @@ def test_a_peer_that_never_answers_is_reported(device: torch.device) -> None:
     assert SpinReport(**found) == SpinReport(rank=3, row=0, source=5, expected=77, seen=0, stage=1)
 
 
+def test_memory_leaves(device: torch.device) -> None:
+    words_in = words(256, 21)
+    held = to_device(words_in, device)
+    out = poison((8, 64), torch.int32, device)
+    counters = torch.zeros(8, dtype=torch.int32, device=device)
+    run("memory", device, held.data_ptr(), out.data_ptr(), counters.data_ptr())
+    found, counted = (t.cpu().numpy().view(np.uint32) for t in (out, counters))
+    mine = words_in[:64]
+    np.testing.assert_array_equal(found[0], (mine >> 16) | (mine << 16))
+    np.testing.assert_array_equal(found[1], mine & 0xFFFF)
+    np.testing.assert_array_equal(found[2].reshape(-1, 2), mine.reshape(-1, 2)[:, ::-1])
+    np.testing.assert_array_equal(found[3].reshape(-1, 4), mine.reshape(-1, 4)[:, ::-1])
+    np.testing.assert_array_equal(np.sort(found[4]), np.arange(64, 128))
+    odd = (mine & 1).reshape(2, 32)
+    ranks = np.cumsum(odd, axis=1) - odd
+    np.testing.assert_array_equal(found[5].reshape(2, 32), ranks * 100 + odd.sum(axis=1, keepdims=True))
+    sums = (mine & 0xFFFF).reshape(2, 32).sum(axis=1, keepdims=True, dtype=np.uint32)
+    expected = np.broadcast_to(sums ^ mine.reshape(2, 32).max(axis=1, keepdims=True), (2, 32))
+    np.testing.assert_array_equal(found[6].reshape(2, 32), expected)
+    np.testing.assert_array_equal(found[7], mine ^ 1)
+    assert counted.tolist() == [192, mine.max(), 0xFFFFFFFF, 128, mine.max(), 0xFFFFFFFF, 7, 0]
+
+
+def test_blocks_of_a_cluster_share_memory(device: torch.device) -> None:
+    thread = np.arange(64)
+    for _ in range(50):
+        out = poison((2, 64), torch.int32, device)
+        sums = poison((2,), torch.int32, device)
+        run("cluster", device, out.data_ptr(), sums.data_ptr())
+        found = out.cpu().numpy()
+        np.testing.assert_array_equal(found[0], (thread + 1000) * 10000 + thread)
+        np.testing.assert_array_equal(found[1], thread * 10000 + thread + 1000)
+        assert sums.tolist() == [2016, 2016]
+
+
+def test_a_published_word_brings_what_was_written_before_it(device: torch.device) -> None:
+    flag = torch.zeros(32, dtype=torch.int32, device=device)
+    data = torch.zeros(256, dtype=torch.int32, device=device)
+    report = torch.zeros(REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+    want: Any = torch.arange(256, dtype=torch.int32, device=device)
+    for value in range(1, 300):
+        out = poison((256,), torch.int32, device)
+        run("flag", device, flag.data_ptr(), data.data_ptr(), out.data_ptr(), value, report.data_ptr())
+        assert torch.equal(out, want + value)
+    assert decode_report(report.numpy().tobytes()) is None
+
+
 @cases("chain_early", "chain_late")
 def test_grid_wait_sees_what_the_kernel_before_wrote(device: torch.device, case: str) -> None:
     import leaf_kernels
