@@ -9,10 +9,19 @@ import torch
 from keysieve.backends import supports
 from keysieve.check.trial import Scope
 from keysieve.checks import UnsupportedError
-from keysieve.spec import FORMATS, IndexerSpec
+from keysieve.spec import IndexerSpec
 
-GPU_HEADS_AND_ROWS = ((32, 1), (64, 1), (8, 3), (16, 8), (64, 2))
-"""(heads, next_n) pairs that are checked on a GPU, in all formats: each is a kernel to compile or load."""
+GPU_SPECS = (
+    ("fp8_fp32", 32, 1),
+    ("fp8_fp32", 64, 2),
+    ("fp8_fp32", 8, 3),
+    ("fp8_fp32", 16, 8),
+    ("fp8_ue8m0", 32, 1),
+    ("fp8_ue8m0", 64, 1),
+    ("mxfp4", 32, 1),
+    ("mxfp4", 64, 2),
+)
+"""(key_format, heads, next_n) that are checked on a GPU: each is a few kernels to compile or load."""
 
 GPU_REPEATS = 8
 ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "replays", "shards")
@@ -37,13 +46,12 @@ def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str]
         return Scope(device, backend)
     runs: list[tuple[str, int, int]] = []
     reasons: list[str] = []
-    for key_format in FORMATS:
-        for heads, next_n in GPU_HEADS_AND_ROWS:
-            reason = supports(IndexerSpec(heads=heads, topk=64, key_format=key_format), next_n, backend, device)
-            if reason is None:
-                runs.append((key_format, heads, next_n))
-            else:
-                reasons.append(reason)
+    for key_format, heads, next_n in GPU_SPECS:
+        reason = supports(IndexerSpec(heads=heads, topk=64, key_format=key_format), next_n, backend, device)
+        if reason is None:
+            runs.append((key_format, heads, next_n))
+        else:
+            reasons.append(reason)
     if not runs:
         raise UnsupportedError(reasons[0])
     return Scope(device, backend, tuple(runs), numerics=(None,), repeats=GPU_REPEATS)

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
-TOPICS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "cpu": (
-        "keysieve.bench.cpu",
-        (),
-        "the cpu backend against the obvious float32 code; peak memory of a million-key row",
-    ),
-    "table": ("keysieve.bench.report", ("table",), "recorded measurements (JSON lines) as a table"),
-    "plot": ("keysieve.bench.report", ("plot",), "recorded measurements as pictures, with the roofline drawn in"),
+from keysieve.checks import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Topic:
+    """``module`` has ``main(argv) -> int``; ``before`` goes in front of the user's arguments; ``gpu``: needs one."""
+
+    module: str
+    what: str
+    before: tuple[str, ...] = ()
+    gpu: bool = False
+
+
+TOPICS = {
+    "cpu": Topic("keysieve.bench.cpu", "the cpu backend beside the obvious float32 code; memory of a million-key row"),
+    "score": Topic("keysieve.bench.score", "the scorer on this GPU, beside DeepGEMM where it is installed", gpu=True),
+    "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table", ("table",)),
+    "plot": Topic("keysieve.bench.report", "recorded measurements as pictures, the roofline drawn in", ("plot",)),
 }
-"""Topic -> module with ``main(argv) -> int``, the arguments put before the user's, and what it does."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``bench`` to the command line."""
-    topics = "\n".join(f"  {name:8} {what}" for name, (_, _, what) in TOPICS.items())
+    topics = "\n".join(f"  {name:8} {topic.what}" for name, topic in TOPICS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="measure, with exactness checked in the same run",
@@ -39,6 +49,13 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         print(args.usage())
         return 0 if args.help else 2
-    module, before, _ = TOPICS[args.topic]
-    code: int = importlib.import_module(module).main([*before, *(["--help"] if args.help else []), *args.options])
+    topic = TOPICS[args.topic]
+    if topic.gpu and not args.help:
+        from keysieve.launch import unlaunchable
+
+        reason = unlaunchable("cuda")
+        if reason is not None:
+            raise UnsupportedError(reason)
+    options = [*topic.before, *(["--help"] if args.help else []), *args.options]
+    code: int = importlib.import_module(topic.module).main(options)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from keysieve.bench import report
 from keysieve.cli import main as cli
+from keysieve.cli.bench import TOPICS
 
 BASE: dict[str, Any] = {
     "date": "2026-11-30",
@@ -76,3 +78,20 @@ def test_plot_draws_one_picture_per_op(tmp_path: Path, capsys: pytest.CaptureFix
     assert pictures == ["bench-score-nvidia-h200.png", "bench-step-nvidia-h200.png"]
     assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert "picture:" in capsys.readouterr().out
+
+
+def test_topics_that_need_a_gpu_say_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    from keysieve.launch import unlaunchable
+
+    reason = unlaunchable("cuda")
+    if reason is None:
+        return  # a device is there: tests/gpu measure on it
+    for name, topic in TOPICS.items():
+        if topic.gpu:
+            assert cli.main(["bench", name]) == 2
+            assert reason in capsys.readouterr().err
+
+
+def test_every_topic_is_a_module_with_main() -> None:
+    for topic in TOPICS.values():
+        assert importlib.util.find_spec(topic.module) is not None
