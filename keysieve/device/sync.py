@@ -102,3 +102,13 @@ def named_barrier(number: int, threads: int) -> None:
     if not 0 < number < 16 or threads % 32 or threads <= 0:
         raise ValueError(f"named_barrier({number}, {threads}): number 1..15, threads a positive multiple of 32")
     cute.arch.barrier(barrier_id=Int32(number), number_of_threads=Int32(threads))
+
+
+def wait_barrier(barrier: Any, parity: Int32) -> None:
+    """Wait for the phase `parity` of a shared mbarrier, then reconverge the warp.
+
+    Lanes may leave the polling loop one by one. What usually follows, a matrix instruction or a copy that the warp
+    issues once, is wrong or fatal in a warp that has not come together again.
+    """
+    cute.arch.mbarrier_wait(barrier, parity)
+    cute.arch.sync_warp()

@@ -396,7 +396,7 @@ class Select:
                 if active > Int32(1):
                     cute.arch.cluster_wait()  # every block of the cluster runs: its shared memory may be written
             part = (groups + active - Int32(1)) // active
-            two_level = part > Int32(config.key_vectors * config.threads)
+            two_level = part > Int32(config.held_groups)
             if two_level:
                 part = ((part + Int32(7)) >> Int32(3)) << Int32(3)  # whole vectors of maxima
             first = rank * part
@@ -418,7 +418,9 @@ class Select:
                 unit = Int32(ptx.load_shared(picks + Uint32(index) * Uint32(4)))
                 group = first + (unit >> Int32(3))
                 if two_level:
-                    group = Int32(ptx.load_shared(base + Uint32(self.map.groups) + Uint32(unit >> Int32(3)) * Uint32(4)))
+                    group = Int32(
+                        ptx.load_shared(base + Uint32(self.map.groups) + Uint32(unit >> Int32(3)) * Uint32(4))
+                    )
                 position = group * Int32(8) + (unit & Int32(7)) - head
                 self.write_one(base, slot + index, position, table_row, first_block, where, target)
             steps.mark(base, thread, 11, config)

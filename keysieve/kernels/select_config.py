@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from keysieve.kernels.base import ARCHS, Kernel
 from keysieve.spec import MAX_TOPK
 
-K_CLASSES: tuple[int, ...] = (1024, 2048, 4096)
+K_CLASSES: tuple[int, ...] = (2048, 4096)
 """Largest K that a compiled kernel serves: sizes its lists and its registers."""
 
-CLUSTERS: tuple[int, ...] = (1, 2, 4, 8, 16)
-"""Blocks that may share a row, over distributed shared memory."""
+CLUSTERS: tuple[int, ...] = (1, 2, 4, 8)
+"""Blocks that may share a row, over distributed shared memory. (16 were slower in every measured shape: exchanges grow,
+and clusters of 16 do not fill the chip.)"""
 
 ALIGNMENT: int = 8192
 """The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
@@ -24,8 +25,8 @@ ALIGNMENT: int = 8192
 TABLE_WORDS: int = 2048
 """Entries of the block table that a block keeps in shared memory; longer parts look their entries up in L2."""
 
-TOP_VECTORS: int = 4
-"""16-byte vectors of maxima that a thread keeps in registers (more are read again from L2)."""
+VECTORS: int = 4
+"""16-byte vectors that a thread keeps in registers: of keys, and before them of maxima (more maxima are read again)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SelectConfig:
     Attributes:
         k_class: the largest K it serves, one of `K_CLASSES`.
         cluster: blocks per row, one of `CLUSTERS`.
-        threads: threads of a block.
+        threads: threads of a block, 512 or 1024: 512 leave room for a second block on the SM, 1024 hold longer parts.
         maxima: whether the per-8 maxima are given (`select`); else the kernel computes them (`topk`).
     """
 
@@ -50,13 +51,9 @@ class SelectConfig:
         return self.threads // 32
 
     @property
-    def key_vectors(self) -> int:
-        """16-byte vectors of keys per thread: enough for one vector of each of K groups, and for 16,384 keys."""
-        return max(2 * 1024, self.k_class) // self.threads
-
-    @property
-    def top_vectors(self) -> int:
-        return TOP_VECTORS
+    def held_groups(self) -> int:
+        """Groups of 8 keys whose keys fit the block's registers. At least K: the second level's input."""
+        return VECTORS * self.threads
 
     @property
     def solo_groups(self) -> int:
@@ -64,14 +61,14 @@ class SelectConfig:
         return 1024
 
     @property
-    def held_keys(self) -> int:
+    def topped_keys(self) -> int:
         """Keys of a part whose maxima fit the block's registers."""
-        return self.top_vectors * self.threads * 64
+        return VECTORS * self.threads * 64
 
     @property
     def scratch_bytes(self) -> int:
         """Scratch of a warp: a kernel that computes maxima keeps what its registers will hold."""
-        return 512 if self.maxima else 512 * self.top_vectors
+        return 512 if self.maxima else 512 * VECTORS
 
     @property
     def shared_bytes(self) -> int:
@@ -132,7 +129,16 @@ class SharedMap:
         total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
         pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
         return SharedMap(
-            **pairs, cleared=cleared, arrivals=arrivals, tiles=tiles, groups=groups, picks=picks, table=table, edges=edges, scratch=scratch, total=total
+            **pairs,
+            cleared=cleared,
+            arrivals=arrivals,
+            tiles=tiles,
+            groups=groups,
+            picks=picks,
+            table=table,
+            edges=edges,
+            scratch=scratch,
+            total=total,
         )
 
 
@@ -143,14 +149,9 @@ def k_class_of(k: int) -> int:
     return next(c for c in K_CLASSES if k <= c)
 
 
-def config_of(k: int, cluster: int, maxima: bool) -> SelectConfig:
-    """The configuration that serves `k` with `cluster` blocks a row."""
-    k_class = k_class_of(k)
-    return SelectConfig(k_class, cluster, 512 if k_class <= 2048 else 1024, maxima)
-
-
 def _admitted(maxima: bool) -> Iterable[SelectConfig]:
-    return [config_of(k, cluster, maxima) for k in K_CLASSES for cluster in CLUSTERS]
+    shapes = [(2048, 512), (2048, 1024), (4096, 1024)]
+    return [SelectConfig(k, cluster, threads, maxima) for k, threads in shapes for cluster in CLUSTERS]
 
 
 def _select(arch: str) -> Iterable[SelectConfig]:

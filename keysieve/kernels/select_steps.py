@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import exchange_cluster, packed, ptx, scan
-from keysieve.kernels.select_config import SelectConfig, SharedMap
+from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this many: at most 4096 are taken
 EQUAL_SHIFT = 12  # a warp's counts in one word: keys above (at most 4095) below this bit, equal keys from it on
@@ -29,7 +29,9 @@ def mark(base: Uint32, thread: Int32, slot: cutlass.Constexpr[int], config: cutl
 
 
 @cute.jit
-def dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
+def dump_marks(
+    base: Uint32, where: Int64, block: Int32, thread: Int32, config: cutlass.Constexpr[SelectConfig]
+) -> None:
     """With `config.trace`: write this block's 16 marks to u32 `where[block][16]`."""
     if cutlass.const_expr(config.trace):
         if thread == Int32(0):
@@ -257,14 +259,12 @@ def find_low(
 
 
 @cute.jit
-def spread_masks(
-    scratch: Uint32, greater: Any, equal: Any, lane: Int32, rounds: Int32, vectors: cutlass.Constexpr[int]
-) -> Any:
+def spread_masks(scratch: Uint32, greater: Any, equal: Any, lane: Int32, rounds: Int32) -> Any:
     """Turn one mask byte per (round, lane) into, per lane, the bytes of neighbouring vectors in index order.
 
     scratch: 512 bytes of this warp. At most 4 rounds. Returns (greater, equal, vectors a lane got: 2 or 4).
     """
-    for index in cutlass.range_constexpr(vectors):
+    for index in cutlass.range_constexpr(VECTORS):
         place = scratch + Uint32(lane) + Uint32(32 * index)
         packed.store_shared_u8(place, greater[index])
         packed.store_shared_u8(place + Uint32(256), equal[index])
@@ -273,12 +273,11 @@ def spread_masks(
     place = scratch + Uint32(lane) * Uint32(2)
     above = ptx.load_shared_u16(place)
     same = ptx.load_shared_u16(place + Uint32(256))
-    if cutlass.const_expr(vectors > 2):
-        if rounds > Int32(2):
-            width = Int32(4)
-            place = scratch + Uint32(lane) * Uint32(4)
-            above = ptx.load_shared(place)
-            same = ptx.load_shared(place + Uint32(256))
+    if rounds > Int32(2):
+        width = Int32(4)
+        place = scratch + Uint32(lane) * Uint32(4)
+        above = ptx.load_shared(place)
+        same = ptx.load_shared(place + Uint32(256))
     cute.arch.sync_warp()
     return above, same, width
 

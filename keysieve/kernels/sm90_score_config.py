@@ -4,7 +4,7 @@ No cutlass here: the host reads the same numbers to plan launches, and tests hol
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS
@@ -60,8 +60,10 @@ class ScoreShape:
     evict_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.stages < self.groups:
-            raise ValueError(f"{self}: a warpgroup would wait for a tile that has no stage")
+        if self.stages % self.groups:
+            # A stage must always belong to the same warpgroup: tiles land out of order, and a warpgroup that waits for
+            # a stage whose previous tile (another warpgroup's) has not landed would take the older phase for its own.
+            raise ValueError(f"{self}: stages is not a multiple of groups")
         if self.query_stages < self.groups - 1:
             raise ValueError(f"{self}: a request could wait for a warpgroup that has no tile left")
 
@@ -119,12 +121,21 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
     if config.columns <= 64:
-        shape = ScoreShape(groups=3, stages=10, query_stages=4, resident=True)
+        shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
     else:
         shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232))
-    while smem_map(config, shape).total > MAX_BLOCK_SHARED:
-        shape = ScoreShape(**{**shape.__dict__, "stages": shape.stages - 1})
-    return shape
+    return fitted(config, shape)
+
+
+def fitted(config: ScoreConfig, shape: ScoreShape) -> ScoreShape:
+    """`shape` with as many of its stages as shared memory holds, a multiple of its groups."""
+    stages = shape.stages // shape.groups * shape.groups
+    while stages > shape.groups:
+        tried = replace(shape, stages=stages)
+        if smem_map(config, tried).total <= MAX_BLOCK_SHARED:
+            return tried
+        stages -= shape.groups
+    return replace(shape, stages=shape.groups)
 
 
 def admitted(arch: str) -> Iterable[ScoreConfig]:

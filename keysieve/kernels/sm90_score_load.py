@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from keysieve.device import numerics, ptx
+from keysieve.device import numerics, ptx, sync
 from keysieve.device.paged import page_in_pool, table_entry
 from keysieve.kernels import schedule
 from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
@@ -105,7 +105,7 @@ def stream_keys(
             ]
             sequence = sequence + Int32(owner != current)
             current = owner
-            cute.arch.mbarrier_wait(shared.key_empty + stage, phase)
+            sync.wait_barrier(shared.key_empty + stage, phase)
             nbytes = Int32(0)
             for page in cutlass.range_constexpr(PAGES_PER_TILE):
                 nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(PAGE_BYTES)
@@ -195,7 +195,7 @@ def stream_queries(
     while more != Int32(0):
         after = schedule.tiles_before(shared.prefix, request + Int32(1))
         row = request * Int32(config.next_n)
-        cute.arch.mbarrier_wait(shared.query_empty + stage, phase)
+        sync.wait_barrier(shared.query_empty + stage, phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, places.query_bytes)
         for part in cutlass.range_constexpr(config.next_n):

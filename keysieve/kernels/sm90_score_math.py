@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from keysieve.device import keys, numerics, ptx
+from keysieve.device import keys, numerics, ptx, sync
 from keysieve.kernels import schedule
 from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
@@ -141,7 +141,7 @@ def consume(
     stage = group
     phase = Int32(0)
     for _ in cutlass.range(group, last - first, shape.groups, unroll=1):
-        cute.arch.mbarrier_wait(shared.key_full + stage, phase)
+        sync.wait_barrier(shared.key_full + stage, phase)
         owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
         sequence = Int32(sequence_word)
         if sequence != held:
@@ -150,7 +150,7 @@ def consume(
                     release(shared.query_empty + held % Int32(shape.query_stages))
                 held = held + Int32(1)
                 query_stage = held % Int32(shape.query_stages)
-                cute.arch.mbarrier_wait(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+                sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
             row, stride = row_places(config, shared, targets, Int32(owner))
             if cutlass.const_expr(shape.resident):
                 place = shared.weights + Uint32(held % Int32(shape.query_stages)) * Uint32(kernel.places.weight_bytes)

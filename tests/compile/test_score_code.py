@@ -49,6 +49,7 @@ def test_every_shape_fits_the_chip() -> None:
         assert offsets == sorted(offsets)
         assert places.weights % 16 == places.descriptors % 16 == places.barriers % 8 == 0
         assert shape.threads <= 1024
+        assert shape.stages % shape.groups == 0, "a stage would change hands between warpgroups"
         chunks = chunks_of(config, shape)
         assert [start for start, _ in chunks] == [sum(rows for _, rows in chunks[:i]) for i in range(len(chunks))]
         assert sum(rows for _, rows in chunks) == config.next_n
