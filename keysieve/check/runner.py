@@ -57,45 +57,54 @@ def seed_of(base: int, index: int) -> int:
     return (base * 0x100000001B3 + (index + 1) * _SEED_STEP) & 0xFFFFFFFFFFFF
 
 
-def attempt(stage: Stage[Any], trial: Any, scope: Scope) -> str | None:
+@dataclass(frozen=True)
+class Finding:
+    """What went wrong with a trial: the kind of exception, and its text."""
+
+    kind: str
+    text: str
+
+
+def attempt(stage: Stage[Any], trial: Any, scope: Scope) -> Finding | None:
     """None if the trial passes, else what went wrong: a mismatch, or an exception nobody expected."""
     try:
         stage.run(trial, scope)
     except Mismatch as mismatch:
-        return str(mismatch)
+        return Finding("Mismatch", str(mismatch))
     except Exception as error:  # any exception on a valid case is a finding: it is reported, not handled
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} ({frame.name}, {frame.filename.rpartition('/')[2]}:{frame.lineno})"
+        kind, place = type(error).__name__, f"{frame.name}, {frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        return Finding(kind, f"{kind}: {error} ({place})")
     return None
 
 
-def shrink(stage: Stage[Any], trial: Any, scope: Scope, error: str, seconds: float) -> tuple[Any, str, int]:
-    """Greedy simplification: take the first simpler variant that still fails, until none does or time is up.
+def shrink(stage: Stage[Any], trial: Any, scope: Scope, found: Finding, seconds: float) -> tuple[Any, Finding, int]:
+    """Greedy simplification: take the first simpler variant that fails in the same way, until none does or time is up.
 
-    Returns the smallest failing trial found, its error, and how many simplifications it took.
+    Returns the smallest failing trial found, what is wrong with it, and how many simplifications it took.
     """
     deadline = time.monotonic() + seconds
     steps = 0
     while True:
         for simpler in stage.smaller(trial):
             if time.monotonic() > deadline:
-                return trial, error, steps
+                return trial, found, steps
             still = attempt(stage, simpler, scope)
-            if still is not None:
-                trial, error, steps = simpler, still, steps + 1
+            if still is not None and still.kind == found.kind:
+                trial, found, steps = simpler, still, steps + 1
                 break
         else:
-            return trial, error, steps
+            return trial, found, steps
 
 
 def examine(stage: Stage[Any], seed: int, scope: Scope, shrink_seconds: float) -> Failure | None:
     """Draw and run one case; on a mismatch, its shrunk report."""
     trial = stage.draw(seed, scope)
-    error = attempt(stage, trial, scope)
-    if error is None:
+    found = attempt(stage, trial, scope)
+    if found is None:
         return None
-    small, small_error, steps = shrink(stage, trial, scope, error, shrink_seconds)
-    return Failure(stage.name, seed, error, small_error, stage.describe(small), steps)
+    small, remains, steps = shrink(stage, trial, scope, found, shrink_seconds)
+    return Failure(stage.name, seed, found.text, remains.text, stage.describe(small), steps)
 
 
 def run_cases(

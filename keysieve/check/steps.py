@@ -158,8 +158,17 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if case.spec.heads > 8:
         heads = case.spec.heads // 2
         query = case.query
-        fewer_q = (query[0][:, :heads], query[1][:, :heads]) if isinstance(query, tuple) else query[:, :heads]
-        yield replace(case, spec=replace(case.spec, heads=heads), query=fewer_q, weights=case.weights[:, :heads])
+        pair = query if isinstance(query, tuple) else (query,)
+        parts = tuple(
+            part.view(torch.uint8 if part.dim() == 3 else torch.int32)[:, :heads].contiguous() for part in pair
+        )
+        weights = case.weights[:, :heads].contiguous()
+        yield replace(
+            case,
+            spec=replace(case.spec, heads=heads),
+            query=(parts[0], parts[1]) if len(parts) == 2 else parts[0],
+            weights=weights,
+        )
     if case.cache.shape[0] > 1 and not case.cache.is_contiguous():
         yield replace(case, cache=case.cache.contiguous())
 
