@@ -83,9 +83,7 @@ def inside_mask(first: Int32, begin: Int32, end: Int32) -> Uint32:
 
 
 @dsl_user_op
-def _reach_x8(
-    a: Uint32, b: Uint32, c: Uint32, d: Uint32, minus: Uint32, *, loc: Any = None, ip: Any = None
-) -> Uint32:
+def _reach_x8(a: Uint32, b: Uint32, c: Uint32, d: Uint32, minus: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Bit i set where key i is at least t; minus = 2^32 - (t << 16). Two instructions a key: the carry out of the
     comparing addition is shifted into the mask."""
     lines = ["{ .reg .b32 t; mov.b32 $0, 0;"]
@@ -139,16 +137,6 @@ def lowest_bit(mask: Uint32) -> Int32:
 
 
 @dsl_user_op
-def count_if_below(base: Uint32, bin_: Uint32, bins: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Add one to the shared u32 counter `bin_` at `base` if `bin_ < bins`: predicated, no branch."""
-    text = (
-        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {bins}; mad.lo.u32 a, $1, 4, $0;"
-        " @p red.shared.add.u32 [a], 1; }"
-    )
-    ptx.asm(text, "r,r", (), (base, bin_), loc=loc, ip=ip)
-
-
-@dsl_user_op
 def copy_async_word(dst: Uint32, src: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Start copying 4 bytes from global to shared memory; complete after `copy_async_wait` of the same thread."""
     ptx.asm("cp.async.ca.shared.global [$0], [$1], 4;", "r,l", (), (dst, src), loc=loc, ip=ip)
@@ -164,3 +152,29 @@ def copy_async_wait(*, loc: Any = None, ip: Any = None) -> None:
 def highest_bit(mask: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Index of the highest set bit (mask not 0)."""
     return ptx.asm("bfind.u32 $0, $1;", "=r,r", (Uint32,), (mask,), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def warp_prefix(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Sum over lanes 0..lane of `value`: five shuffles, each with the predicate that its source lane exists."""
+    steps = " ".join(
+        f"shfl.sync.up.b32 t|p, $0, {1 << step}, 0, 0xffffffff; @p add.s32 $0, $0, t;" for step in range(5)
+    )
+    text = f"{{ .reg .b32 t; .reg .pred p; mov.b32 $0, $1; {steps} }}"
+    return ptx.asm(text, "=&r,r", (Int32,), (value,), loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def store_bits_x8(addr: Uint32, first: Uint32, mask: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Store `first + i` for every set bit i (0..7) of `mask`, ascending, to consecutive shared words from `addr` on."""
+    lines = ["{ .reg .b32 a, t, v; .reg .pred p; mov.b32 a, $0; mov.b32 v, $1;"]
+    for bit in range(8):
+        lines.append(f"and.b32 t, $2, {1 << bit}; setp.ne.u32 p, t, 0; @p st.shared.b32 [a], v; @p add.u32 a, a, 4;")
+        lines.append("add.u32 v, v, 1;")
+    ptx.asm(" ".join([*lines, "}"]), "r,r,r", (), (addr, first, mask), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def min_u32(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The smaller of two unsigned numbers."""
+    return ptx.asm("min.u32 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]

@@ -19,25 +19,37 @@ EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this ma
 EQUAL_SHIFT = 12  # a warp's counts in one word: keys above (at most 4095) below this bit, equal keys from it on
 
 
-@cute.jit
-def mark(base: Uint32, thread: Int32, slot: cutlass.Constexpr[int], config: cutlass.Constexpr[SelectConfig]) -> None:
+def mark(base: Uint32, thread: Int32, slot: int, config: SelectConfig) -> None:
     """With `config.trace`: note the clock at a step, for one thread of the block (see `dump_marks`)."""
-    if cutlass.const_expr(config.trace):
-        if thread == Int32(0):
-            now = ptx.asm("mov.u32 $0, %clock;", "=r", (Uint32,), ())[0]
-            ptx.store_shared(base + Uint32(SharedMap.of(config).total - 64 + 4 * slot), now)
+    if config.trace:
+        _mark(base + Uint32(SharedMap.of(config).total - 64 + 4 * slot), thread)
 
 
 @cute.jit
-def dump_marks(
-    base: Uint32, where: Int64, block: Int32, thread: Int32, config: cutlass.Constexpr[SelectConfig]
-) -> None:
+def _mark(place: Uint32, thread: Int32) -> None:
+    if thread == Int32(0):
+        ptx.store_shared(place, ptx.asm("mov.u32 $0, %clock;", "=r", (Uint32,), ())[0])
+
+
+def dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32, config: SelectConfig) -> None:
     """With `config.trace`: write this block's 16 marks to u32 `where[block][16]`."""
-    if cutlass.const_expr(config.trace):
-        if thread == Int32(0):
-            for slot in cutlass.range(16, unroll=1):
-                value = ptx.load_shared(base + Uint32(SharedMap.of(config).total - 64) + Uint32(slot) * Uint32(4))
-                ptx.store(where + Int64(block * Int32(16) + slot) * Int64(4), value)
+    if config.trace:
+        _dump_marks(base + Uint32(SharedMap.of(config).total - 64), where, block, thread)
+
+
+@cute.jit
+def _dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32) -> None:
+    if thread == Int32(0):
+        for slot in cutlass.range(16, unroll=1):
+            value = ptx.load_shared(base + Uint32(slot) * Uint32(4))
+            ptx.store(where + Int64(block * Int32(16) + slot) * Int64(4), value)
+
+
+@cute.jit
+def await_cluster(active: Int32) -> None:
+    """For a shared row: wait until every block of the cluster runs, so that its shared memory may be written."""
+    if active > Int32(1):
+        cute.arch.cluster_wait()
 
 
 def count_high(base: Uint32, words: Any) -> None:
@@ -50,7 +62,7 @@ def count_high(base: Uint32, words: Any) -> None:
 def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32) -> None:
     """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`.
 
-    Keys of other digits are counted too, in 32 bins behind that nobody reads: without a branch, and a bin for each lane.
+    Keys of other digits are counted too, in 32 bins behind that nobody reads: no branch, and a bin for each lane.
     """
     pattern = (digit << Uint32(5)) | (digit << Uint32(21))
     spare = Uint32(lane) + Uint32(32)
@@ -176,11 +188,9 @@ def find_high_shared(
     place = histogram + Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
     my_lower, my_upper = packed.load_shared_v2(place)
     bins = base + Uint32(shared.bins[stage]) + Uint32(lane) * Uint32(8)
-    for step in cutlass.range_constexpr((config.cluster + config.warps - 1) // config.warps):
-        peer = warp + Int32(step * config.warps)
-        if peer < Int32(config.cluster):
-            a, b = packed.load_cluster_v2(ptx.map_shared(place, Uint32(peer)))
-            packed.store_shared_v2(bins + Uint32(peer) * Uint32(256), a, b)
+    if warp < Int32(config.cluster):
+        a, b = packed.load_cluster_v2(ptx.map_shared(place, Uint32(warp)))
+        packed.store_shared_v2(bins + Uint32(warp) * Uint32(256), a, b)
     cute.arch.sync_threads()
     upper = Int32(0)
     lower = Int32(0)
@@ -215,47 +225,67 @@ def find_low(
     most, selected keys in the blocks before this one). The same in all threads. Begins with a block barrier."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
-    warp = thread >> Int32(5)
     histogram = base + Uint32(shared.low[stage])
     behind = (Uint32(31) - Uint32(lane)) * Uint32(4)
     cute.arch.sync_threads()
-    mine = Int32(ptx.load_shared(histogram + behind))
-    total = mine
+    total = Int32(ptx.load_shared(histogram + behind))
     earlier = Int32(0)
     earlier_above = Int32(0)
     if cutlass.const_expr(config.cluster > 1):
-        if active > Int32(1):
-            lows = base + Uint32(shared.lows[stage])
-            arrival = base + Uint32(shared.arrivals + 16 * stage + 8)
-            for step in cutlass.range_constexpr((config.cluster + config.warps - 1) // config.warps):
-                peer = warp + Int32(step * config.warps)
-                if peer < Int32(config.cluster):
-                    slot = lows + Uint32(rank) * Uint32(160)
-                    exchange_cluster.send(slot + behind, Uint32(mine), arrival, Uint32(peer))
-                    if lane == Int32(0):
-                        exchange_cluster.send(slot + Uint32(128), Uint32(my_above), arrival, Uint32(peer))
-            exchange_cluster.receive(arrival)
-            total = Int32(0)
-            for peer in cutlass.range_constexpr(config.cluster):
-                its = lows + Uint32(160 * peer)
-                count = Int32(ptx.load_shared(its + behind))
-                more = Int32(ptx.load_shared(its + Uint32(128)))
-                before = Int32(Int32(peer) < rank)
-                total = total + count
-                earlier = earlier + count * before
-                earlier_above = earlier_above + more * before
+        total, earlier, earlier_above = exchange_lows(base, total, my_above, thread, rank, active, config, stage)
     owner, between = pick_lane(total, want - above)
     need = want - above - between
     slot = Int32(0)
     if cutlass.const_expr(config.cluster > 1):
-        if active > Int32(1):
-            earlier_above = earlier_above + scan.warp_sum(earlier * Int32(lane < owner))
-            earlier_equal = Int32(cute.arch.shuffle_sync(earlier, owner))
-            if earlier_equal > need:
-                earlier_equal = need
-            slot = earlier_above + earlier_equal
-            need = need - earlier_equal
+        # Equal keys of earlier blocks come first; all but `need` of them are refused.
+        earlier_above = earlier_above + scan.warp_sum(earlier * Int32(lane < owner))
+        earlier_equal = Int32(cute.arch.shuffle_sync(earlier, owner))
+        if earlier_equal > need:
+            earlier_equal = need
+        slot = earlier_above + earlier_equal
+        need = need - earlier_equal
     return Uint32(31) - Uint32(owner), need, slot
+
+
+@cute.jit
+def exchange_lows(
+    base: Uint32,
+    mine: Int32,
+    my_above: Int32,
+    thread: Int32,
+    rank: Int32,
+    active: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+    stage: cutlass.Constexpr[int],
+) -> Any:
+    """Lane l holds this block's count of lower bits 31 - l. Returns (the row's count, that of the blocks before this
+    one, keys of the blocks before this one in higher bins)."""
+    total = mine
+    earlier = Int32(0)
+    earlier_above = Int32(0)
+    if active > Int32(1):
+        shared = SharedMap.of(config)
+        lane = thread & Int32(31)
+        warp = thread >> Int32(5)
+        behind = (Uint32(31) - Uint32(lane)) * Uint32(4)
+        lows = base + Uint32(shared.lows[stage])
+        arrival = base + Uint32(shared.arrivals + 16 * stage + 8)
+        if warp < Int32(config.cluster):
+            slot = lows + Uint32(rank) * Uint32(160)
+            exchange_cluster.send(slot + behind, Uint32(mine), arrival, Uint32(warp))
+            if lane == Int32(0):
+                exchange_cluster.send(slot + Uint32(128), Uint32(my_above), arrival, Uint32(warp))
+        exchange_cluster.receive(arrival)
+        total = Int32(0)
+        for peer in cutlass.range_constexpr(config.cluster):
+            its = lows + Uint32(160 * peer)
+            count = Int32(ptx.load_shared(its + behind))
+            more = Int32(ptx.load_shared(its + Uint32(128)))
+            before = Int32(Int32(peer) < rank)
+            total = total + count
+            earlier = earlier + count * before
+            earlier_above = earlier_above + more * before
+    return total, earlier, earlier_above
 
 
 @cute.jit
@@ -305,8 +335,9 @@ def emit(
     need: Int32,
     short: Any,
 ) -> None:
-    """List this lane's winners (8 bits if `short`, else up to 32) in shared memory: the indices `unit + i` of the set bits of `greater`, and of those of
-    `equal` while fewer than `need` equal ones were listed before; ascending, at the place that the counts before give."""
+    """List this lane's winners (8 bits if `short`, else up to 32) in shared memory: the indices `unit + i` of the set
+    bits of `greater`, and of those of `equal` while fewer than `need` equal ones were listed before; ascending, at the
+    place that the counts before give."""
     taken = equal_before
     if taken > need:
         taken = need
@@ -333,8 +364,8 @@ def emit(
 
 @cute.jit
 def warp_offsets(sums: Uint32, above: Int32, equal: Int32, thread: Int32, warps: cutlass.Constexpr[int]) -> Any:
-    """Block scan of the warps' counts (the same in all lanes): (above before, equal before, above in all, equal in all);
-    equal counts are cut at 4096 a warp. One block barrier."""
+    """Block scan of the warps' counts (the same in all lanes): (above before, equal before, above in all, equal in
+    all); equal counts are cut at 4096 a warp. One block barrier."""
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
     if equal > Int32(EQUAL_LIMIT):

@@ -124,3 +124,12 @@ def physical(positions: torch.Tensor, table: torch.Tensor, kv_page: int, block_r
     """Physical rows of one row's positions through its block table; -1 stays -1."""
     entry = table[(positions.clamp_min(0) // kv_page).long()]
     return torch.where(positions < 0, -1, entry * block_rows + positions % kv_page).to(torch.int32)
+
+
+def tile_starts(lens: list[int], next_n: int, k: int, device: torch.device | str) -> torch.Tensor:
+    """int32 [requests + 1]: tiles before each request, as the scorer leaves them."""
+    starts = [0]
+    for first in range(0, len(lens), next_n):
+        longest = max(0, *lens[first : first + next_n])
+        starts.append(starts[-1] + (0 if longest <= k else -(-longest // 128)))
+    return torch.tensor(starts, dtype=torch.int32, device=device)

@@ -1,0 +1,227 @@
+"""From tensors to a launch of the selection kernels. Nothing is checked twice: callers have checked shapes and dtypes.
+
+A `Selector` is made once for a K on a device and called in every step. It imports without CUDA and without cutlass; the
+function it is given makes the launches (`lambda kernel, config: keysieve.launch.Launcher(kernel, config, device)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from keysieve.kernels.base import Kernel
+from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, SelectConfig, k_class_of
+
+Launch = Callable[..., None]
+Make = Callable[[Kernel, SelectConfig], Launch]
+
+NO_LIMIT = 2**31 - 1
+SOLO_KEYS = 8192
+"""Rows up to this many keys are one block's work: sharing them costs more than it saves."""
+
+
+def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> SelectConfig:
+    """The configuration for a call of `rows` rows of at most `max_len` keys on a device of `sms` SMs.
+
+    Only limits are known on the host; where a row turns out short, its first block works alone. Rows are shared by as
+    many blocks as the chip has SMs for. Blocks of 1024 threads hold twice the keys, blocks of 512 let two share an SM.
+    """
+    k_class = k_class_of(k)
+    cluster = 1
+    if max_len > SOLO_KEYS:
+        cluster = max(c for c in CLUSTERS if c == 1 or rows * c <= sms)
+    small = SelectConfig(k_class, cluster, 512, maxima)
+    part = -(-max_len // cluster)
+    waves = rows * cluster > sms
+    if k_class > small.held_groups or (part > 8 * small.held_groups and not waves):
+        return SelectConfig(k_class, cluster, 1024, maxima)
+    return small
+
+
+def configs_up_to(max_rows: int, max_len: int, k: int, sms: int, maxima: bool) -> list[SelectConfig]:
+    """All that `config_for` can answer for 1..max_rows rows: what to load before a graph is captured."""
+    edges = {1, max_rows, *(sms // c for c in CLUSTERS), *(sms // c + 1 for c in CLUSTERS)}
+    found = [config_for(rows, max_len, k, sms, maxima) for rows in sorted(edges) if 1 <= rows <= max_rows]
+    return list(dict.fromkeys(found))
+
+
+def topk_workspace_bytes(rows: int, max_len: int, k: int, sms: int) -> int:
+    """Bytes of the workspace of a `topk` call: 0 unless a block's part of a row exceeds its registers."""
+    return rows * _workspace_pitch(max_len, config_for(rows, max_len, k, sms, False))
+
+
+def _workspace_pitch(max_len: int, config: SelectConfig) -> int:
+    """Bytes from row to row of the workspace: uint16 maxima of every 8 keys, in whole 16-byte vectors."""
+    if -(-(max_len + 7) // config.cluster) + 64 <= config.topped_keys:
+        return 0
+    return 16 * (-(-(max_len + 7) // 64) + 1)
+
+
+class Selector:
+    """Exact selection of the `k` best keys of every row, as physical rows or positions.
+
+    Args:
+        make: makes the launch of a kernel configuration, for the device the tensors will be on.
+        k: keys to select, 1..4096.
+        max_rows, max_len: the most rows a call may have, and the longest row in keys.
+        sms: streaming multiprocessors of the device.
+        maxima: True for keysieve's own logits in the compact layout with their maxima (`select`), False for anyone's
+            rows (`topk`).
+    """
+
+    def __init__(self, make: Make, *, k: int, max_rows: int, max_len: int, sms: int, maxima: bool) -> None:
+        kernel = SELECT if maxima else TOPK
+        self.k, self.max_len, self.sms, self.maxima = k, max_len, sms, maxima
+        self._launches = {config: make(kernel, config) for config in configs_up_to(max_rows, max_len, k, sms, maxima)}
+
+    def config(self, rows: int) -> SelectConfig:
+        """What runs for a call of `rows` rows."""
+        return config_for(rows, self.max_len, self.k, self.sms, self.maxima)
+
+    def select(
+        self,
+        logits: torch.Tensor,
+        tops: torch.Tensor,
+        seq_lens: torch.Tensor,
+        next_n: int,
+        *,
+        out: torch.Tensor,
+        counts: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        limit: int = NO_LIMIT,
+        kv_table: torch.Tensor | None = None,
+        kv_page: int = 64,
+        block_rows: int = 64,
+        row_request: torch.Tensor | None = None,
+        flags: torch.Tensor | None = None,
+        release: bool = False,
+        chained: bool = False,
+    ) -> None:
+        """Select from logits in the compact layout.
+
+        logits: BF16, canonical, 256-byte aligned; tops: 16-bit, an eighth its elements. seq_lens: int32 [rows],
+        contiguous, next_n rows a request. starts: int32 [requests + 1], tiles before each request, as the scorer leaves
+        them; without it they are counted from the lengths with `limit`. limit: a longer row is empty and raises a flag.
+        out, positions: int32 [rows, k], any row stride; counts: int32 [rows], contiguous. kv_table: int32 [requests,
+        blocks], any row stride; row_request: int32 [rows], its row for each row. kv_page: a power of two. flags: int32
+        flag word, bits as in `schedule`. release: let the next kernel of a programmatic chain start early. chained:
+        launch as a programmatic dependent of the kernel before.
+        """
+        rows = seq_lens.numel()
+        if rows == 0:
+            return
+        if not self.maxima:
+            raise ValueError("this Selector was made for rows without maxima: call topk()")
+        capacity = min(logits.numel(), tops.numel() * 8)
+        self._launches[self.config(rows)](
+            logits.data_ptr(),
+            tops.data_ptr(),
+            0,
+            capacity,
+            _address(starts),
+            seq_lens.data_ptr(),
+            1,
+            rows,
+            next_n,
+            *self._outputs(limit, out, counts, positions, kv_table, kv_page, block_rows, row_request, flags),
+            int(release),
+            int(chained),
+        )
+
+    def topk(
+        self,
+        logits: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        counts: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        limit: int = NO_LIMIT,
+        next_n: int = 1,
+        kv_table: torch.Tensor | None = None,
+        kv_page: int = 64,
+        block_rows: int = 64,
+        row_request: torch.Tensor | None = None,
+        flags: torch.Tensor | None = None,
+        release: bool = False,
+        chained: bool = False,
+    ) -> None:
+        """Select from anyone's rows: BF16 [rows, width], any row stride, unit inner stride, any address and bits.
+
+        lengths: int32 [rows], any stride. limit: beside it, `width` bounds a row. workspace: at least
+        `topk_workspace_bytes` bytes, 16-byte aligned, where that is not 0; its contents do not matter and are not kept.
+        Other arguments as in `select`; without row_request a row belongs to request `row // next_n`.
+        """
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        if self.maxima:
+            raise ValueError("this Selector was made for logits with maxima: call select()")
+        config = self.config(rows)
+        pitch = _workspace_pitch(self.max_len, config)
+        if pitch and (workspace is None or workspace.numel() * workspace.element_size() < rows * pitch):
+            raise ValueError(f"workspace: {rows * pitch} bytes are needed for {rows} rows of up to {self.max_len} keys")
+        self._launches[config](
+            logits.data_ptr(),
+            _address(workspace),
+            logits.stride(0),
+            pitch,
+            0,
+            lengths.data_ptr(),
+            lengths.stride(0),
+            rows,
+            next_n,
+            *self._outputs(
+                min(limit, width, self.max_len),
+                out,
+                counts,
+                positions,
+                kv_table,
+                kv_page,
+                block_rows,
+                row_request,
+                flags,
+            ),
+            int(release),
+            int(chained),
+        )
+
+    def _outputs(
+        self,
+        limit: int,
+        out: torch.Tensor,
+        counts: torch.Tensor,
+        positions: torch.Tensor | None,
+        kv_table: torch.Tensor | None,
+        kv_page: int,
+        block_rows: int,
+        row_request: torch.Tensor | None,
+        flags: torch.Tensor | None,
+    ) -> tuple[int, ...]:
+        """The entry's arguments from `k` to `flags`. A row longer than its table holds is empty as well."""
+        table_stride = 0
+        if kv_table is not None:
+            limit = min(limit, kv_table.shape[1] * kv_page)
+            table_stride = kv_table.stride(0)
+        return (
+            self.k,
+            limit,
+            _address(kv_table),
+            table_stride,
+            _address(row_request),
+            kv_page.bit_length() - 1,
+            block_rows,
+            out.data_ptr(),
+            out.stride(0),
+            counts.data_ptr(),
+            _address(positions),
+            0 if positions is None else positions.stride(0),
+            _address(flags),
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

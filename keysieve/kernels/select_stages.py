@@ -1,0 +1,358 @@
+"""The two stages of the exact selection over a row's part: among the maxima of its groups, and among keys.
+
+See `select_steps.py` for how a part's vectors are spread over the threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from keysieve.device import packed, ptx, scan
+from keysieve.kernels import select_foreign as foreign
+from keysieve.kernels import select_steps as steps
+from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
+
+PREFETCH_KEYS = 1 << 22
+"""Keys of a step (rows times this row's keys) up to which whole rows are fetched into L2 ahead of the gather: 8 MB."""
+
+
+@cute.jit
+def share(total: Int32, first: Int32, part: Int32) -> Int32:
+    """Units of a part of at most `part` units that begins at `first`."""
+    count = total - first
+    if count > part:
+        count = part
+    if count < Int32(0):
+        count = Int32(0)
+    return count
+
+
+@cute.jit
+def rounds_of(count: Int32, config: cutlass.Constexpr[SelectConfig]) -> Int32:
+    """Vectors a thread holds when a block holds `count`."""
+    return (count + Int32(config.threads - 1)) // Int32(config.threads)
+
+
+@cute.jit
+def first_index(rounds: Int32, thread: Int32) -> Int32:
+    """Index in the part of the thread's vector of round 0; round r is 32 r further."""
+    return (thread >> Int32(5)) * rounds * Int32(32) + (thread & Int32(31))
+
+
+@cute.jit
+def has_round(step: cutlass.Constexpr[int], first: Int32, count: Int32, rounds: Int32, thread: Int32) -> Any:
+    """Does this warp hold any vector in round `step`? The same in all its lanes."""
+    return Int32(step) < rounds and first - (thread & Int32(31)) + Int32(32 * step) < count
+
+
+@cute.jit
+def warp_scratch(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> Uint32:
+    """Shared address of this warp's scratch."""
+    return base + Uint32(SharedMap.of(config).scratch) + Uint32(thread >> Int32(5)) * Uint32(config.scratch_bytes)
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+
+@cute.jit
+def issue_keys(
+    base: Uint32,
+    address: Int64,
+    head: Int32,
+    end: Int32,
+    listed: Boolean,
+    first: Int32,
+    count: Int32,
+    thread: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Any:
+    """Begin to load this thread's vectors: of the groups in the shared list (`listed`), or of the part [first, first +
+    count) of the row's groups. Returns (their groups, -1 for none; their raw words): nothing waits for these yet."""
+    shared = SharedMap.of(config)
+    rounds = rounds_of(count, config)
+    index = first_index(rounds, thread)
+    groups = [Int32(-1) for _ in range(VECTORS)]
+    words = [Uint32(0) for _ in range(4 * VECTORS)]
+    for step in cutlass.range_constexpr(VECTORS):
+        one = index + Int32(32 * step)
+        if Int32(step) < rounds and one < count:
+            group = first + one
+            if listed:
+                group = Int32(ptx.load_shared(base + Uint32(shared.groups) + Uint32(one) * Uint32(4)))
+            groups[step] = group
+    for step in cutlass.range_constexpr(VECTORS):
+        readable = groups[step] >= Int32(0)
+        if cutlass.const_expr(not config.maxima):
+            readable = readable and foreign.is_whole(groups[step], head, end)
+        if readable:
+            loaded = ptx.load_v4(address + Int64(groups[step]) * Int64(16))
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = loaded[word]
+    return groups, words
+
+
+@cute.jit
+def settle_keys(
+    base: Uint32,
+    edge: Uint32,
+    head: Int32,
+    end: Int32,
+    listed: Boolean,
+    groups: Any,
+    words: Any,
+    count: Int32,
+    thread: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Any:
+    """key16 of this thread's vectors from what `issue_keys` returned, 0 where no key is."""
+    rounds = rounds_of(count, config)
+    index = first_index(rounds, thread)
+    if cutlass.const_expr(not config.maxima):
+        foreign.show_edge(base, edge, listed, thread, config)
+    for step in cutlass.range_constexpr(VECTORS):
+        if has_round(step, index, count, rounds, thread):
+            whole = foreign.is_whole(groups[step], head, end)
+            if cutlass.const_expr(config.maxima):
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = packed.key16x2_fast(words[4 * step + word])
+            else:
+                if groups[step] >= Int32(0) and not whole:
+                    loaded = foreign.edge_words(base, groups[step], config)
+                    for word in cutlass.range_constexpr(4):
+                        words[4 * step + word] = loaded[word]
+                loaded = packed.foreign_key16x8(words[4 * step : 4 * step + 4])
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = loaded[word]
+            if not whole:  # an edge group, or none
+                for word in cutlass.range_constexpr(4):
+                    inside = packed.inside_mask(groups[step] * Int32(8) + Int32(2 * word), head, end)
+                    words[4 * step + word] = words[4 * step + word] & inside
+    return words
+
+
+@cute.jit
+def find_keys(
+    base: Uint32,
+    words: Any,
+    count: Int32,
+    k: Int32,
+    thread: Int32,
+    rank: Int32,
+    active: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Any:
+    """Stage 1 over `count` vectors held in registers. Leaves the winners' indices (8 * vector + key) of this block in
+    the shared list `picks`; returns (their number, the output slot of the first). Ends with a block barrier."""
+    shared = SharedMap.of(config)
+    rounds = rounds_of(count, config)
+    first = first_index(rounds, thread)
+    lane = thread & Int32(31)
+    steps.mark(base, thread, 6, config)
+    for step in cutlass.range_constexpr(VECTORS):
+        if Int32(step) < rounds and first + Int32(32 * step) < count:
+            steps.count_high(base + Uint32(shared.high[1]), words[4 * step : 4 * step + 4])
+    steps.mark(base, thread, 7, config)
+    digit, above, my_above = steps.find_high(base, k, thread, rank, active, config, 1)
+    steps.mark(base, thread, 8, config)
+    for step in cutlass.range_constexpr(VECTORS):
+        if has_round(step, first, count, rounds, thread):
+            steps.count_low(base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane)
+    low, need, slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 1)
+    steps.mark(base, thread, 9, config)
+    threshold = (digit << Uint32(5)) | low
+    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
+    g_before, e_before, g_warp, e_warp = steps.lane_offsets(g, e)
+    g_base, e_base, g_all, e_all = steps.warp_offsets(
+        base + Uint32(shared.sums[1]), g_warp, e_warp, thread, config.warps
+    )
+    steps.emit(base + Uint32(shared.picks), g_base + g_before, e_base + e_before, unit, g, e, need, rounds <= Int32(1))
+    packed.copy_async_wait()  # the block table's entries
+    cute.arch.sync_threads()
+    steps.mark(base, thread, 10, config)
+    if e_all > need:
+        e_all = need
+    return g_all + e_all, slot
+
+
+@cute.jit
+def masks_in_order(
+    base: Uint32,
+    words: Any,
+    threshold: Uint32,
+    count: Int32,
+    rounds: Int32,
+    thread: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Any:
+    """(mask of keys above the threshold, mask of keys equal to it, index of bit 0): per lane a run of neighbouring
+    indices, lanes in index order."""
+    lane = thread & Int32(31)
+    first = first_index(rounds, thread)
+    greater = [Uint32(0) for _ in range(VECTORS)]
+    equal = [Uint32(0) for _ in range(VECTORS)]
+    for step in cutlass.range_constexpr(VECTORS):
+        if has_round(step, first, count, rounds, thread):
+            greater[step], equal[step] = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
+    g = greater[0]
+    e = equal[0]
+    unit = first * Int32(8)
+    if rounds > Int32(1):
+        g, e, width = steps.spread_masks(warp_scratch(base, thread, config), greater, equal, lane, rounds)
+        unit = (first - lane + lane * width) * Int32(8)
+    return g, e, unit
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+@cute.jit
+def prefetch_part(address: Int64, end: Int32, first: Int32, count: Int32, thread: Int32) -> None:
+    """Ask for the part's logits (from key `first` on, `count` * 64 of them) to be in L2 by the time that its best
+    groups are known, unless a step of such rows is more than L2 should be filled with."""
+    if thread == Int32(0):
+        blocks, _, _ = cute.arch.grid_dim()
+        keys = end - first
+        if keys > count * Int32(64):
+            keys = count * Int32(64)
+        if keys > Int32(0) and Int64(keys) * Int64(blocks) <= Int64(PREFETCH_KEYS):
+            ptx.prefetch_l2(address + Int64(first) * Int64(2), ((keys + Int32(7)) >> Int32(3)) * Int32(16))
+
+
+@cute.jit
+def hold_tops(
+    base: Uint32,
+    address: Int64,
+    tops: Int64,
+    end: Int32,
+    first_vector: Int32,
+    count: Int32,
+    rounds: Int32,
+    groups: Int32,
+    thread: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Any:
+    """The maxima that this thread keeps in registers, 0 past the row. All loads are issued before one is looked at."""
+    held = VECTORS
+    index = first_index(rounds, thread)
+    words = [Uint32(0) for _ in range(4 * held)]
+    for step in cutlass.range_constexpr(held):
+        one = index + Int32(32 * step)
+        if Int32(step) < rounds and one < count:
+            if cutlass.const_expr(config.maxima):
+                loaded = ptx.load_v4(tops + Int64(first_vector + one) * Int64(16))
+            else:
+                place = warp_scratch(base, thread, config) + Uint32(thread & Int32(31)) * Uint32(16)
+                loaded = ptx.load_shared_v4(place + Uint32(512 * step))
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = loaded[word]
+    if cutlass.const_expr(config.maxima):
+        # Behind this thread's own loads: what the gather will want must not delay the maxima.
+        prefetch_part(address, end, first_vector * Int32(64), count, thread)
+    for step in cutlass.range_constexpr(held):
+        group = (first_vector + index + Int32(32 * step)) * Int32(8)
+        if group + Int32(8) > groups:
+            for word in cutlass.range_constexpr(4):
+                inside = packed.inside_mask(group + Int32(2 * word), Int32(0), groups)
+                words[4 * step + word] = words[4 * step + word] & inside
+    return words
+
+
+@cute.jit
+def more_tops(tops: Int64, first_vector: Int32, index: Int32, count: Int32, groups: Int32) -> Any:
+    """One vector of maxima beyond the registers, 0 past the row and past the part."""
+    words = [Uint32(0) for _ in range(4)]
+    if index < count:
+        group = (first_vector + index) * Int32(8)
+        loaded = ptx.load_v4(tops + Int64(first_vector + index) * Int64(16))
+        for word in cutlass.range_constexpr(4):
+            words[word] = loaded[word] & packed.inside_mask(group + Int32(2 * word), Int32(0), groups)
+    return words
+
+
+@cute.jit
+def find_groups(
+    base: Uint32,
+    address: Int64,
+    tops: Int64,
+    edge: Uint32,
+    head: Int32,
+    end: Int32,
+    groups: Int32,
+    k: Int32,
+    thread: Int32,
+    rank: Int32,
+    active: Int32,
+    config: cutlass.Constexpr[SelectConfig],
+) -> Int32:
+    """Stage 0: the K best of the row's groups. Leaves this block's in the shared list `groups`; returns their number.
+
+    Maxima beyond the registers are read again in every pass. Ends with a block barrier.
+    """
+    shared = SharedMap.of(config)
+    held = VECTORS
+    lane = thread & Int32(31)
+    high = base + Uint32(shared.high[0])
+    low_bins = base + Uint32(shared.low[0])
+    vectors = (groups + Int32(7)) >> Int32(3)
+    part = (vectors + active - Int32(1)) // active
+    first_vector = rank * part
+    count = share(vectors, first_vector, part)
+    rounds = rounds_of(count, config)
+    first = first_index(rounds, thread)
+    if cutlass.const_expr(not config.maxima):
+        foreign.fill_tops(base, address, tops, edge, head, end, groups, first_vector, count, rounds, thread, config)
+    words = hold_tops(base, address, tops, end, first_vector, count, rounds, groups, thread, config)
+    steps.mark(base, thread, 2, config)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds and first + Int32(32 * step) < count:
+            steps.count_high(high, words[4 * step : 4 * step + 4])
+    for step in cutlass.range(held, rounds, unroll=1):
+        if first + step * Int32(32) < count:
+            steps.count_high(high, more_tops(tops, first_vector, first + step * Int32(32), count, groups))
+    steps.mark(base, thread, 3, config)
+    digit, above, my_above = steps.find_high(base, k, thread, rank, active, config, 0)
+    for step in cutlass.range_constexpr(held):
+        if has_round(step, first, count, rounds, thread):
+            steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane)
+    for step in cutlass.range(held, rounds, unroll=1):
+        steps.count_low(low_bins, more_tops(tops, first_vector, first + step * Int32(32), count, groups), digit, lane)
+    low, need, _slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 0)
+    steps.mark(base, thread, 4, config)
+    threshold = (digit << Uint32(5)) | low
+    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
+    g_before, e_before, g_held, e_held = steps.lane_offsets(g, e)
+    g_more = Int32(0)
+    e_more = Int32(0)
+    if rounds > Int32(held):
+        for step in cutlass.range(held, rounds, unroll=1):
+            more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
+            above_mask, equal_mask = packed.masks_x8(more, threshold)
+            g_more = g_more + Int32(cute.arch.popc(above_mask))
+            e_more = e_more + Int32(cute.arch.popc(equal_mask))
+        g_more = scan.warp_sum(g_more)
+        e_more = scan.warp_sum(e_more)
+    g_base, e_base, g_all, e_all = steps.warp_offsets(
+        base + Uint32(shared.sums[0]), g_held + g_more, e_held + e_more, thread, config.warps
+    )
+    listed = base + Uint32(shared.groups)
+    offset = first_vector * Int32(8)
+    steps.emit(listed, g_base + g_before, e_base + e_before, offset + unit, g, e, need, rounds <= Int32(1))
+    g_base = g_base + g_held
+    e_base = e_base + e_held
+    for step in cutlass.range(held, rounds, unroll=1):
+        more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
+        above_mask, equal_mask = packed.masks_x8(more, threshold)
+        g_before, e_before, g_warp, e_warp = steps.lane_offsets(above_mask, equal_mask)
+        unit = offset + (first + step * Int32(32)) * Int32(8)
+        steps.emit(listed, g_base + g_before, e_base + e_before, unit, above_mask, equal_mask, need, True)
+        g_base = g_base + g_warp
+        e_base = e_base + e_warp
+    cute.arch.sync_threads()
+    steps.mark(base, thread, 5, config)
+    if e_all > need:
+        e_all = need
+    return g_all + e_all
