@@ -1,0 +1,162 @@
+"""Selection as compiled code: limits of the chip for every configuration, the instructions that matter, the launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from keysieve.compile.build import build
+from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
+from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, VECTORS, SelectConfig, SharedMap
+from keysieve.kernels.select_host import Selector, config_for, configs_up_to, topk_workspace_bytes
+
+ARGUMENTS = 24  # of the entry, without the stream
+SMS = 132
+
+
+@pytest.mark.parametrize("kernel", [SELECT, TOPK], ids=lambda kernel: kernel.name)
+def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
+    for config in kernel.admitted("sm_90a"):
+        places = SharedMap.of(config)
+        assert config.shared_bytes <= MAX_BLOCK_SHARED
+        assert places.high[0] % 8192 == places.high[1] % 8192 == 0, "bins are addressed by bin * 4 | base"
+        assert places.cleared == places.low[1] + 256
+        assert places.cleared % 16 == places.arrivals % 8 == places.scratch % 16 == places.edges % 16 == 0
+        offsets = [
+            *places.high, *places.low, *places.chunks, *places.bins, *places.lows, *places.found, *places.sums,
+            places.arrivals, places.tiles, places.groups, places.picks, places.table, places.edges, places.scratch,
+            places.total,
+        ]  # fmt: skip
+        assert offsets == sorted(offsets)
+        assert places.picks - places.groups == places.table - places.picks == 4 * config.k_class
+        assert config.held_groups >= config.k_class, "the second level must hold the keys of K groups"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [
+        (SELECT, SelectConfig(2048, 1, 512)),
+        (SELECT, SelectConfig(2048, 8, 1024)),
+        (TOPK, SelectConfig(4096, 1, 1024, maxima=False)),
+        (TOPK, SelectConfig(2048, 8, 512, maxima=False)),
+    ],
+    ids=["select-alone", "select-shared", "topk-alone", "topk-shared"],
+)
+def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+    facts = build(kernel, config, arch).facts
+    (code,) = facts.kernels
+    assert code.frame_bytes == code.stack_bytes == 0
+    assert code.threads == (config.threads, 1, 1)
+    assert code.registers * 1024 <= 65536, "1024 threads of an SM, be it one block or two"
+    (launch,) = facts.launches
+    assert launch.dynamic_shared == config.shared_bytes
+    assert launch.programmatic == "run time"
+    assert facts.count(r"griddepcontrol\.wait") == 1
+    assert facts.count(r"griddepcontrol\.launch_dependents") == 1
+    assert facts.count(r"atom\.") == 0, "no atomic's result may decide a position"
+    assert facts.count(r"red\.(relaxed\.gpu\.)?global") == 1, "the flag word only"
+    assert facts.count(r"ld\.global\.(nc\.)?.*v4") >= VECTORS
+    shared_rows = config.cluster > 1
+    assert (facts.count(r"st\.async") > 0) == shared_rows
+    assert facts.count(r"fence\.acq_rel|membar") == 0, "a cluster barrier with fences costs a trip to L2 in every thread"
+
+
+def test_two_small_blocks_fit_an_sm() -> None:
+    for kernel in (SELECT, TOPK):
+        for config in kernel.admitted("sm_90a"):
+            if config.threads == 512:
+                assert 2 * (config.shared_bytes + 1024) <= 228 * 1024
+
+
+class Recorder:
+    """Stands for a launcher: keeps what was launched with which configuration."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[SelectConfig, tuple[int, ...]]] = []
+
+    def make(self, kernel: Kernel, config: SelectConfig) -> Any:
+        assert config in list(kernel.admitted("sm_90a"))
+        return lambda *args: self.calls.append((config, args))
+
+
+def outputs(rows: int, k: int) -> dict[str, torch.Tensor]:
+    return {
+        "out": torch.zeros(rows, k + 4, dtype=torch.int32)[:, :k],
+        "counts": torch.zeros(rows, dtype=torch.int32),
+    }
+
+
+def test_a_select_call_passes_what_the_entry_takes() -> None:
+    seen = Recorder()
+    use = Selector(seen.make, k=100, max_rows=8, max_len=50_000, sms=SMS, maxima=True)
+    lens = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    logits, tops = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16)
+    table = torch.zeros(2, 12, dtype=torch.int32)[:, :10]
+    use.select(logits, tops, lens, 2, limit=9000, kv_table=table, kv_page=16, block_rows=20, **outputs(4, 100))
+    ((config, args),) = seen.calls
+    assert config.cluster == 8
+    assert len(args) == ARGUMENTS
+    assert all(type(value) is int for value in args)
+    assert args[3] == 512, "the smaller of logits and eight times the maxima"
+    assert (args[7], args[8], args[9], args[10]) == (4, 2, 100, 160), "rows, next_n, k, what ten blocks of 16 hold"
+    assert args[12:16] == (12, 0, 4, 20)
+    assert args[17] == 104
+
+
+def test_a_topk_call_passes_what_the_entry_takes() -> None:
+    seen = Recorder()
+    use = Selector(seen.make, k=100, max_rows=200, max_len=5_000, sms=SMS, maxima=False)
+    logits = torch.zeros(200, 5_001, dtype=torch.bfloat16)[:, 1:]
+    lens = torch.zeros(200, 3, dtype=torch.int32)[:, 1]
+    use.topk(logits, lens, **outputs(200, 100))
+    ((config, args),) = seen.calls
+    assert (config.cluster, config.threads) == (1, 512)
+    assert len(args) == ARGUMENTS
+    assert args[:4] == (logits.data_ptr(), 0, 5_001, 0)
+    assert (args[6], args[7], args[10]) == (3, 200, 5_000)
+
+
+def test_nothing_is_launched_for_no_rows() -> None:
+    seen = Recorder()
+    use = Selector(seen.make, k=7, max_rows=4, max_len=100, sms=SMS, maxima=False)
+    use.topk(torch.zeros(0, 100, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.int32), **outputs(0, 7))
+    assert seen.calls == []
+
+
+def test_a_missing_workspace_is_refused() -> None:
+    use = Selector(Recorder().make, k=7, max_rows=400, max_len=2_000_000, sms=SMS, maxima=False)
+    need = topk_workspace_bytes(400, 2_000_000, 7, SMS)
+    assert need >= 400 * 2_000_000 // 8 * 2
+    rows = torch.zeros(400, 1, dtype=torch.bfloat16).expand(400, 2_000_000)
+    with pytest.raises(ValueError, match=str(need)):
+        use.topk(rows, torch.zeros(400, dtype=torch.int32), **outputs(400, 7))
+
+
+@pytest.mark.parametrize("k", [1, 2048, 2049, 4096])
+@pytest.mark.parametrize("max_len", [64, 8192, 32768, 131072, 1 << 20, 1 << 26])
+def test_what_may_be_asked_for_is_loaded_beforehand(k: int, max_len: int) -> None:
+    for max_rows in (1, 7, 16, 17, 33, 66, 67, 132, 133, 512):
+        loaded = configs_up_to(max_rows, max_len, k, SMS, True)
+        assert {config_for(rows, max_len, k, SMS, True) for rows in range(1, max_rows + 1)} <= set(loaded)
+        for config in loaded:
+            assert config in list(SELECT.admitted("sm_90a"))
+            assert config.cluster in CLUSTERS
+            assert config.k_class >= k
+
+
+def test_rows_are_shared_while_the_chip_has_room() -> None:
+    def shape(rows: int, keys: int) -> tuple[int, int]:
+        config = config_for(rows, keys, 2048, SMS, True)
+        return config.cluster, config.threads
+
+    assert shape(1, 4096) == shape(512, 8192) == (1, 512)
+    assert shape(1, 131072) == shape(16, 131072) == (8, 512)
+    assert shape(1, 1 << 20) == (8, 1024)
+    assert shape(32, 131072) == (4, 1024)
+    assert shape(64, 65536) == (2, 1024)
+    assert shape(128, 32768) == (1, 1024)
+    assert shape(512, 131072) == (1, 512), "many rows: two blocks an SM"
