@@ -48,7 +48,7 @@ def random_query(spec: IndexerSpec, rows: int, gen: Generator) -> tuple[Tensor |
     """
     weights = torch.randn(rows, spec.heads, generator=gen) * 0.1
     half = spec.heads // 2
-    cancel = torch.arange(1, rows, 2)[:, None]
+    cancel = torch.arange(rows)[1::2, None]
     first = torch.tensor([head for head in range(half) if head % 4 != 3])[None, :]
     # The partner is not simply h + heads / 2: pairs are nested, so that no regular grouping of heads cancels at once.
     partner = spec.heads - 1 - first

@@ -19,6 +19,7 @@ from keysieve.testing import (
     key_planes,
     make_pool,
     pattern_case,
+    random_case,
     scores_of_key16,
 )
 from oracle.score import gather_keys
@@ -96,6 +97,19 @@ def test_cases_repeat_from_their_seed_and_print_their_recipe() -> None:
     case = pattern_case(IndexerSpec(heads=8, topk=8), "all_equal", [9], seed=4)
     rebuilt = eval(repr(case).split("#")[0], {"pattern_case": pattern_case, "IndexerSpec": IndexerSpec})
     assert_bitwise_equal(rebuilt.cache, case.cache, case)
+
+
+@pytest.mark.parametrize("key_format", FORMATS)
+def test_cases_of_nothing_can_be_made(key_format: str) -> None:
+    """No requests, or requests without keys: generators must not stumble where the library may not either."""
+    spec = IndexerSpec(heads=8, topk=8, key_format=key_format)
+    for case in (random_case(spec, []), pattern_case(spec, "gaussian", []), random_case(spec, [0, -1], next_n=3)):
+        assert case.query[0].shape[0] == case.rows if isinstance(case.query, tuple) else True
+        assert case.weights.shape == (case.rows, 8)
+        assert case.seq_lens.dtype == case.index_table.dtype == torch.int32
+        assert case.max_len == 1
+    for pattern in PATTERNS:
+        assert pattern_case(spec, pattern, [0, 1, 2], seed=1).rows == 3
 
 
 def test_moving_a_case_keeps_its_strides() -> None:
