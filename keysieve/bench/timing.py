@@ -124,8 +124,8 @@ def host_time(
     """Host microseconds that one `call()` takes (a launch included, the device's work not waited for).
 
     drain: waits until the device is idle; runs between the rounds, outside the timed part, so that the launch queue
-    does not fill up and the device's speed is not measured instead. The calls before the first round wake the
-    processor up: without them the same call was measured at 1.4 times its steady cost.
+    does not fill up and the device's speed is not measured instead. The calls before the first round
+    bring processor and caches to a steady state. Compare only numbers of one process: see docs/measurements/launch.md.
     """
     ready = time.perf_counter() + warmup_seconds
     while time.perf_counter() < ready:
