@@ -148,7 +148,8 @@ def _plan_compact(problem: Problem) -> Plan:
     elements = worst if problem.max_total_keys is None else min(worst, problem.max_total_keys)
     elements = -(-elements // TILE) * TILE
     tops = elements // GROUP
-    parts = (("logits", 2 * elements), ("tops", 2 * tops), ("flags", 256))
+    lens = 4 * problem.max_rows
+    parts = (("logits", 2 * elements), ("tops", 2 * tops), ("starts", lens + 4), ("lengths", lens), ("flags", 256))
     return Plan(problem, "compact", elements, tops, 0, 0, 0, parts)
 
 

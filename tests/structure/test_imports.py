@@ -30,6 +30,7 @@ LAYERS = {
     "keysieve.launch": 5,
     "keysieve.testing": 5,
     "keysieve.dcp": 6,
+    "keysieve.sm90": 6,
     "keysieve.backends": 6,
     "keysieve.api": 7,
     "keysieve.ops": 7,

@@ -1,0 +1,144 @@
+"""The whole step on one GPU: ``DecodeIndexer`` in a CUDA graph, with score and select timed alone beside it.
+
+    python -m keysieve.bench.step [--only 32x128K,1x4K] [--out docs/measurements/step.jsonl]
+
+Every case first passes its gate: the step's positions equal a stable order of the device's own logits, and a rerun is
+byte-equal. Only then is it timed, as ``bench.timing`` says. Prints a table and appends one JSON line a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+import keysieve as ks
+from keysieve.bench import timing
+from keysieve.bench.score import POOL_PAGES, TOPK, Case, Inputs, make_inputs, make_pool
+from keysieve.reference.topk import select
+from keysieve.spec import PAGE
+
+K = 1024
+TARGETS_US = {
+    "1x4K": 7.0,
+    "1x32K": 8.5,
+    "1x128K": 12.0,
+    "1x1M": 47.0,
+    "8x32K": 16.0,
+    "8x128K": 42.0,
+    "32x4K": 12.0,
+    "32x32K": 42.0,
+    "32x128K": 146.0,
+    "128x4K": 24.0,
+    "128x32K": 147.0,
+    "64x64K": 146.0,
+    "32x32Kx2": 45.0,
+    "64x64Kx2": 150.0,
+}
+"""Case -> the time to reach on an H200: below the fastest unordered combination of parts measured there."""
+
+CASES = [
+    *(Case(f"1x{n}K" if n < K else "1x1M", (n * K,)) for n in (4, 32, 128, 1024)),
+    *(Case(f"8x{n}K", (n * K,) * 8) for n in (32, 128)),
+    *(Case(f"32x{n}K", (n * K,) * 32) for n in (4, 32, 128)),
+    *(Case(f"128x{n}K", (n * K,) * 128) for n in (4, 32)),
+    Case("64x64K", (64 * K,) * 64),
+    Case("32x32Kx2", (32 * K,) * 32, 2),
+    Case("64x64Kx2", (64 * K,) * 64, 2),
+]
+
+
+def gate(spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, x: Inputs, case: Case) -> None:
+    """Raise unless the step selects exactly from the device's own logits, twice the same bytes."""
+    out = indexer(x.query, cache, x.weights, x.lens, x.table, positions=True)
+    again = indexer(x.query, cache, x.weights, x.lens, x.table)
+    indexer.check()
+    assert out.positions is not None
+    if not torch.equal(out.rows, again.rows):
+        raise AssertionError(f"{case.name}: a rerun differs")
+    few = slice(0, max(case.next_n, 4 // case.next_n * case.next_n))
+    requests = slice(0, few.stop // case.next_n)
+    logits = ks.score(
+        spec, x.query[few], cache, x.weights[few], x.lens[few], x.table[requests], max_len=max(case.lengths)
+    )
+    positions, counts = select(logits.cpu(), x.lens[few].tolist(), spec.topk)
+    if not torch.equal(out.positions[few].cpu(), positions) or not torch.equal(out.counts[few].cpu(), counts):
+        raise AssertionError(f"{case.name}: the selection is not that of the device's own logits")
+
+
+def measure(case: Case, pool: torch.Tensor) -> timing.Record:
+    """Gate, then the time of a step in a graph and the host's time of an eager one."""
+    device = pool.device
+    spec = ks.IndexerSpec(case.heads, TOPK)
+    cache = ks.IndexCache(spec, pool)
+    rows = len(case.lengths) * case.next_n
+    indexer = ks.DecodeIndexer(spec, rows, max(case.lengths), case.next_n, device=device)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    sets = timing.sets_for(case.read_bytes, l2)
+    inputs = make_inputs(case, pool, sets)
+    width = max(case.lengths) // PAGE
+    kv_table = torch.randperm(width * len(case.lengths), device=device).to(torch.int32).view(len(case.lengths), width)
+    out = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    gate(spec, indexer, cache, inputs[0], case)
+
+    def step(i: int) -> None:
+        x = inputs[i]
+        indexer(x.query, cache, x.weights, x.lens, x.table, kv_table=kv_table, out=out, counts=counts)
+
+    taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
+    host = timing.host_time(lambda: step(0), calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
+    return timing.record(
+        "step",
+        case.name,
+        taken,
+        device,
+        requests=len(case.lengths),
+        keys=max(case.lengths),
+        next_n=case.next_n,
+        heads=case.heads,
+        topk=TOPK,
+        format=spec.key_format,
+        numerics="fp32",
+        exact=True,
+        limit_us=round(case.limit_us, 2),
+        extra={"host_us": round(host.us, 2), "must_reach_us": TARGETS_US.get(case.name), "input_sets": sets},
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; exit status 1 when a gate failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma list of case names")
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
+    args = parser.parse_args(argv)
+    names = set(filter(None, args.only.split(",")))
+    chosen = [c for c in CASES if not names or c.name in names]
+    device = torch.device("cuda", torch.cuda.current_device())
+    pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
+    pool = make_pool(pages, device)
+    failed = 0
+    for case in chosen:
+        try:
+            record = measure(case, pool)
+        except AssertionError as error:
+            failed += 1
+            print(f"GATE FAILED {error}", flush=True)
+            continue
+        if args.out is not None:
+            timing.append(args.out, record)
+        target = TARGETS_US[case.name]
+        verdict = "ok  " if record.us <= target else "over"
+        print(
+            f"{case.name:>10} {record.us:8.2f} us  must {target:6.1f} {verdict}"
+            f" limit {case.limit_us:6.1f} host {record.extra['host_us']:.1f} us",
+            flush=True,
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
