@@ -90,12 +90,17 @@ class ContextParallel(ABC):
                 accepted="indexers that agree on topk",
                 remedy="Use one dcp object per topk.",
             )
+        before = (self.topk, self.max_rows, self.max_context, self.planes)
+        sharding = Sharding(self.world, self.rank, self.interleave, self.offered(spec.topk), self.sharded)
         self.topk = spec.topk
         self.max_rows = max(self.max_rows, max_rows)
         self.max_context = max(self.max_context, max_context)
-        sharding = Sharding(self.world, self.rank, self.interleave, self.offered(spec.topk), self.sharded)
         self.planes = index_planes(sharding.max_local_len(self.max_context))
-        self._allocate(torch.device(device))
+        try:
+            self._allocate(torch.device(device))
+        except KeysieveError:
+            self.topk, self.max_rows, self.max_context, self.planes = before
+            raise
         return sharding
 
     def local_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:

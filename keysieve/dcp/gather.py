@@ -115,6 +115,14 @@ class Gather(ContextParallel):
                     remedy="Run the indexer on the cpu backend; other devices' candidate kernels are not built yet.",
                 )
             )
+        config = dist.get_backend_config(self.group)
+        if "cpu:" not in config:
+            refuse(
+                "group",
+                got=f"a group whose backends are {config!r}",
+                accepted="a group that can carry tensors on the CPU",
+                remedy="Make it with torch.distributed.new_group(ranks, backend='gloo').",
+            )
 
     def select(
         self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor, *, site: int = 0

@@ -310,6 +310,20 @@ def test_bad_constructions_are_refused() -> None:
         assert "accepted:" in text
 
 
+def _device_only(_rank: int, _world: int) -> str:
+    group = ks.dcp.Gather()
+    dist.get_backend_config = lambda _group: "cuda:nccl"  # as a group made with backend="nccl" says
+    with pytest.raises(ks.KeysieveError) as refusal:
+        ks.DecodeIndexer(FP8, max_rows=1, max_context=64, device="cpu", dcp=group)
+    return str(refusal.value)
+
+
+def test_a_group_that_cannot_carry_cpu_tensors_is_refused() -> None:
+    (text,) = _values(run_ranks(1, _device_only))
+    assert "'cuda:nccl'" in text
+    assert "backend='gloo'" in text
+
+
 def _alone(_rank: int, _world: int, case: Case) -> Any:
     mine = shard_case(case, 1, 0, 1)
     return plain(step(indexer_of(mine, ks.dcp.Gather()), mine))

@@ -86,6 +86,7 @@ LARGE: Final[tuple[Scenario, ...]] = (
     Scenario("2 ranks, 2 calls, 4 halves, own in order", _all(2, 2), units=("lo", "hi", "lo", "hi"), own_in_order=True),
     Scenario("3 ranks, 3 calls, 1 half", _all(3, 3), units=("sig",), first_epoch=3, own_in_order=True),
     Scenario("3 ranks, 2 calls, 1 half, own late too", _all(3, 2), units=("sig",), first_epoch=2),
+    Scenario("3 ranks, 1 call, 2 halves, own in order", _all(3, 1), units=("lo", "hi"), own_in_order=True),
     Scenario("2 ranks, 2 rows, 2 calls, 1 half, own in order", _all(2, 2), rows=2, units=("sig",), own_in_order=True),
     Scenario("2 ranks, 3 calls, both rescued", _all(2, 3), units=("sig",), saturated=_rescued(2, 3), own_in_order=True),
     Scenario(
