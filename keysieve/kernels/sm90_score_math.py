@@ -23,6 +23,7 @@ from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
 
 SCALE_OFFSET = 8192
 K_STEP = 32
+LOG2_GROUP = GROUP.bit_length() - 1
 
 
 class Targets:
@@ -359,5 +360,5 @@ def store_rows(
         if lane < Int32(4):  # position is then the first key of its group
             for i in cutlass.range_constexpr(count):
                 if position < inside[i]:
-                    where = (row + stride * Int64(first_row + i) + Int64(position)) // Int64(GROUP)
+                    where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
                     ptx.store_u16(targets.tops + where * Int64(2), best >> Uint32(16 * i))
