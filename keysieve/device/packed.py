@@ -47,10 +47,9 @@ def key16x2_fast(word: Uint32) -> Uint32:
 def foreign_key16x8(words: Any) -> Any:
     """key16 of eight arbitrary BF16 values: -0 as +0, every NaN as the canonical one."""
     out = [key16x2_fast(settle_bf16x2(word)) for word in words]
-    odd = Uint32(0)
-    for word in out:
-        # A half of all ones: its lower 15 bits carry into the top bit, which is set as well.
-        odd = odd | (((word & Uint32(0x7FFF7FFF)) + Uint32(0x00010001)) & word & Uint32(keys.LANES_TOP))
+    most = ptx.max_u16x2(ptx.max_u16x2(out[0], out[1]), ptx.max_u16x2(out[2], out[3]))
+    # A half of all ones: its lower 15 bits carry into the top bit, which is set as well.
+    odd = ((most & Uint32(0x7FFF7FFF)) + Uint32(0x00010001)) & most & Uint32(keys.LANES_TOP)
     if odd != Uint32(0):
         for index in cutlass.range_constexpr(4):
             low = keys.low16(out[index])

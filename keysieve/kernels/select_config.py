@@ -22,8 +22,8 @@ and clusters of 16 do not fill the chip.)"""
 ALIGNMENT: int = 8192
 """The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
 
-TABLE_WORDS: int = 2048
-"""Entries of the block table that a block keeps in shared memory; longer parts look their entries up in L2."""
+AHEAD_TILES: int = 1 << 15
+"""Tiles of 128 keys of a step up to which whole rows are fetched into L2 while their best groups are found: 8 MB."""
 
 VECTORS: int = 4
 """16-byte vectors that a thread keeps in registers: of keys, and before them of maxima (more maxima are read again)."""
@@ -61,6 +61,11 @@ class SelectConfig:
         return 1024
 
     @property
+    def table_words(self) -> int:
+        """Entries of the block table kept in shared memory; longer parts look their entries up in L2."""
+        return 4 * self.threads
+
+    @property
     def topped_keys(self) -> int:
         """Keys of a part whose maxima fit the block's registers."""
         return VECTORS * self.threads * 64
@@ -96,7 +101,7 @@ class SharedMap:
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
     groups: int  # u32 [k_class]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order
-    table: int  # i32 [2048]: the part's entries of the block table
+    table: int  # i32 [table_words]: the part's entries of the block table
     edges: int  # u16 [2][8]: raw keys of the row's first and last group, where they are not whole
     scratch: int  # a warp's own: masks (512 bytes); computed maxima (512 bytes a round)
     total: int
@@ -124,7 +129,7 @@ class SharedMap:
         groups = tiles + 128
         picks = groups + 4 * config.k_class
         table = picks + 4 * config.k_class
-        edges = table + 4 * TABLE_WORDS
+        edges = table + 4 * config.table_words
         scratch = edges + 128
         total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
         pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
