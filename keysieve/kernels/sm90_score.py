@@ -25,19 +25,23 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule
+from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_config import (
+    PAGE_SLOT,
     ScoreConfig,
     ScoreShape,
     chunks_of,
     shape_of,
     smem_map,
 )
-from keysieve.kernels.sm90_score_load import stream_keys, stream_queries
-from keysieve.kernels.sm90_score_math import Products, Targets, consume
+from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
+from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
 
 PAGE_ROWS = 66
 """A page seen as rows of 128 bytes: 64 keys, then 64 scale words in two rows."""
+
+PAGE_BYTES = PAGE_ROWS * HEAD_DIM
 
 
 class Shared:
@@ -79,6 +83,7 @@ class ScoreKernel:
         self.shape = shape_of(config) if shape is None else shape
         self.places = smem_map(config, self.shape)
         self.chunks = chunks_of(config, self.shape)
+        self.boxes = Boxes(HEAD_DIM, PAGE_ROWS, PAGE_SLOT, PAGE_BYTES)
 
     @cute.jit
     def entry(
@@ -122,11 +127,7 @@ class ScoreKernel:
                 (config.heads, HEAD_DIM, requests * config.next_n), stride=(HEAD_DIM, 1, config.heads * HEAD_DIM)
             ),
         )
-        swizzle = cute.make_swizzle(3, 4, 3)
-        page_box = cute.make_composed_layout(swizzle, 0, cute.make_layout((PAGE_ROWS, HEAD_DIM), stride=(HEAD_DIM, 1)))
-        row_box = cute.make_composed_layout(
-            swizzle, 0, cute.make_layout((config.heads, HEAD_DIM), stride=(HEAD_DIM, 1))
-        )
+        page_box, row_box = self.boxes.tile(PAGE_ROWS), self.boxes.tile(config.heads)
         load = cpasync.CopyBulkTensorTileG2SOp()
         key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, page_box, (PAGE_ROWS, HEAD_DIM))
         row_copy, query_rows = cpasync.make_tiled_tma_atom(load, rows, row_box, (config.heads, HEAD_DIM))
@@ -240,6 +241,23 @@ class ScoreKernel:
         if warp == 4 * shape.groups + 3:
             cpasync.prefetch_descriptor(key_copy)
             cpasync.prefetch_descriptor(row_copy)
+
+    def copy_page(
+        self, shared: Any, key_copy: Any, source: Any, target: Any, page: Int32, stage: Int32, half: int, policy: Any
+    ) -> None:
+        """One box brings keys and scale words; the copy elects a lane itself."""
+        hint = {"cache_policy": policy} if self.shape.evict_first else {}
+        slot = stage * PAGES_PER_TILE + half
+        cute.copy(key_copy, source[(None, page)], target[(None, slot)], tma_bar_ptr=shared.key_full + stage, **hint)
+
+    def scale_words(self, shared: Any, slot: Int32) -> Uint32:
+        """Shared address of the 64 scale words of a page of the ring: behind its keys."""
+        return shared.keys + Uint32(slot) * Uint32(PAGE_SLOT) + Uint32(SCALE_OFFSET)
+
+    def put_weights(self, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
+        """Head weights of the request whose first row is `row`, into a query stage."""
+        place = shared.weights + Uint32(stage) * Uint32(self.places.weight_bytes)
+        halve_weights(self.config, place, weights, row, lane)
 
     @cute.jit
     def report(

@@ -1,10 +1,15 @@
-"""Producers of the sm90 scorer: one warp streams key pages, one warp streams queries, weights and lengths.
+"""Producers of the scorers: one warp streams key pages, one warp streams queries, weights and lengths.
+
+What differs between the architectures, the kernel that is passed in knows: `boxes` (how a page lies in global and in
+shared memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage) and `put_weights` (the
+form in which its consumers read the head weights).
 
 The key warp looks 16 tiles ahead: each lane owns one page of the next batch, finds its request in the prefix table and
 loads its page id a whole batch before it is used, however short the requests are. A page id outside the pool is never
 handed to the copy engine; the page's scale words become NaN instead, so that its logits do.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -12,23 +17,45 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from keysieve.device import numerics, ptx, sync
+from keysieve.device import ptx, sync
 from keysieve.device.paged import page_in_pool, table_entry
 from keysieve.kernels import schedule
-from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
-from keysieve.spec import HEAD_DIM, PAGE
+from keysieve.spec import PAGE, TILE
 
 BATCH = 16
 """Tiles looked up together: two lanes each."""
 
-PAGE_BYTES = 8448
-SCALE_OFFSET = 8192
+PAGES_PER_TILE = TILE // PAGE
 NO_PAGE = -1
 """Lane code of a page that the request does not need."""
 BAD_PAGE = -2
 """Lane code of a needed page whose id is outside the pool."""
 NAN_WORD = 0xFFFFFFFF
-"""A scale word that reads as NaN in both formats."""
+"""A scale word that reads as NaN in every format."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What the tensor copies move. row_bytes: of a key or query row, 128 or 64, and the width of the swizzle.
+
+    page_rows: rows that one box brings of a page. slot_bytes: shared bytes from one page of the ring to the next.
+    page_bytes: all bytes that arrive for a page, whoever copies them.
+    """
+
+    row_bytes: int
+    page_rows: int
+    slot_bytes: int
+    page_bytes: int
+
+    def swizzle(self) -> Any:
+        """The swizzle of the copy engine and the matrix unit for rows of this width: 16-byte chunks by row number."""
+        return cute.make_swizzle({128: 3, 64: 2}[self.row_bytes], 4, 3)
+
+    def tile(self, rows: int) -> Any:
+        """`rows` rows as one box lays them out in shared memory."""
+        return cute.make_composed_layout(
+            self.swizzle(), 0, cute.make_layout((rows, self.row_bytes), stride=(self.row_bytes, 1))
+        )
 
 
 @cute.jit
@@ -108,9 +135,9 @@ def stream_keys(
             sync.wait_barrier(shared.key_empty + stage, phase)
             nbytes = Int32(0)
             for page in cutlass.range_constexpr(PAGES_PER_TILE):
-                nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(PAGE_BYTES)
+                nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(kernel.boxes.page_bytes)
                 if codes[page] == Int32(BAD_PAGE):
-                    spoil_scales(shared.keys + Uint32(stage * 2 + page) * Uint32(PAGE_SLOT), lane)
+                    spoil_scales(scale_words(kernel, shared, stage * PAGES_PER_TILE + page), lane)
             with cute.arch.elect_one():
                 place = shared.descriptors + Uint32(stage) * Uint32(16)
                 ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
@@ -120,21 +147,7 @@ def stream_keys(
                     cute.arch.mbarrier_arrive(shared.key_full + stage)
             for page in cutlass.range_constexpr(PAGES_PER_TILE):
                 if codes[page] >= Int32(0):
-                    if cutlass.const_expr(shape.evict_first):
-                        cute.copy(
-                            key_copy,
-                            source[(None, codes[page])],
-                            target[(None, stage * PAGES_PER_TILE + page)],
-                            tma_bar_ptr=shared.key_full + stage,
-                            cache_policy=policy,
-                        )
-                    else:
-                        cute.copy(
-                            key_copy,
-                            source[(None, codes[page])],
-                            target[(None, stage * PAGES_PER_TILE + page)],
-                            tma_bar_ptr=shared.key_full + stage,
-                        )
+                    copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
             stage = stage + Int32(1)
             if stage == Int32(shape.stages):
                 stage = Int32(0)
@@ -144,14 +157,42 @@ def stream_keys(
         code = next_code
 
 
+# Calls of the kernel's own methods stand in functions: inside a run-time loop the DSL would take the kernel for a value
+# that the loop changes.
+
+
+def copy_page(
+    kernel: Any,
+    shared: Any,
+    key_copy: Any,
+    source: Any,
+    target: Any,
+    page: Int32,
+    stage: Int32,
+    half: int,
+    policy: Int64,
+) -> None:
+    """Start the copies of pool page `page` into half `half` of a stage; they complete on `key_full[stage]`."""
+    kernel.copy_page(shared, key_copy, source, target, page, stage, half, policy)
+
+
+def scale_words(kernel: Any, shared: Any, slot: Int32) -> Any:
+    """Shared address of the 64 scale words of the ring's page `slot`."""
+    return kernel.scale_words(shared, slot)
+
+
+def put_weights(kernel: Any, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
+    """Head weights of the request whose first row is `row`, into a query stage; the whole warp."""
+    kernel.put_weights(shared, weights, row, stage, lane)
+
+
 def page_views(kernel: Any, shared: Any, key_copy: Any, key_pages: Any) -> tuple[Any, Any]:
     """(global pages by id, ring slots by number) as the tensor copy wants them."""
-    rows = 66
-    swizzle = cute.make_swizzle(3, 4, 3)
+    boxes = kernel.boxes
     slots = kernel.shape.stages * PAGES_PER_TILE
-    layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(HEAD_DIM, 1, PAGE_SLOT))
-    ring = cute.make_tensor(shared.fp8(kernel.places.keys, swizzle), layout)
-    pool = cute.local_tile(key_pages, (rows, HEAD_DIM), (0, 0, None))
+    layout = cute.make_layout((boxes.page_rows, boxes.row_bytes, slots), stride=(boxes.row_bytes, 1, boxes.slot_bytes))
+    ring = cute.make_tensor(shared.fp8(kernel.places.keys, boxes.swizzle()), layout)
+    pool = cute.local_tile(key_pages, (boxes.page_rows, boxes.row_bytes), (0, 0, None))
     target, source = cpasync.tma_partition(
         key_copy, 0, cute.make_layout(1), cute.group_modes(ring, 0, 2), cute.group_modes(pool, 0, 2)
     )
@@ -159,10 +200,10 @@ def page_views(kernel: Any, shared: Any, key_copy: Any, key_pages: Any) -> tuple
 
 
 @cute.jit
-def spoil_scales(page: Uint32, lane: Int32) -> None:
-    """Make the 64 scale words of a ring slot NaN. Later copies into the slot come from the async proxy: fence."""
+def spoil_scales(words: Uint32, lane: Int32) -> None:
+    """Make 64 scale words of a ring slot NaN. Later copies into the slot come from the async proxy: fence."""
     for half in cutlass.range_constexpr(2):
-        where = page + Uint32(SCALE_OFFSET) + Uint32(lane * Int32(4) + Int32(PAGE * 2 * half))
+        where = words + Uint32(lane * Int32(4) + Int32(PAGE * 2 * half))
         ptx.store_shared(where, Uint32(NAN_WORD))
     ptx.fence_async_shared()
     cute.arch.sync_warp()
@@ -182,10 +223,9 @@ def stream_queries(
     first: Int32,
     last: Int32,
 ) -> None:
-    """The query warp: for every request with a tile in first..last-1, its queries, half weights and usable lengths."""
+    """The query warp: for every request with a tile in first..last-1, its queries, weights and usable lengths."""
     config = kernel.config
     shape = kernel.shape
-    places = kernel.places
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
     request = schedule.find_request(shared.prefix, requests, first)
@@ -197,7 +237,7 @@ def stream_queries(
         row = request * Int32(config.next_n)
         sync.wait_barrier(shared.query_empty + stage, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, places.query_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, config.columns * kernel.boxes.row_bytes)
         for part in cutlass.range_constexpr(config.next_n):
             cute.copy(
                 row_copy,
@@ -205,7 +245,7 @@ def stream_queries(
                 target[(None, part, stage)],
                 tma_bar_ptr=shared.query_full + stage,
             )
-        halve_weights(config, shared.weights + Uint32(stage) * Uint32(places.weight_bytes), weights, row, lane)
+        put_weights(kernel, shared, weights, row, stage, lane)
         if lane < Int32(config.next_n):
             length = ptx.load(lens + Int64(row + lane) * Int64(4), Int32)
             usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
@@ -225,43 +265,14 @@ def stream_queries(
 
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:
     """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them."""
-    config = kernel.config
-    swizzle = cute.make_swizzle(3, 4, 3)
+    heads, boxes = kernel.config.heads, kernel.boxes
     layout = cute.make_layout(
-        (config.heads, HEAD_DIM, config.next_n, kernel.shape.query_stages),
-        stride=(HEAD_DIM, 1, config.heads * HEAD_DIM, kernel.places.query_bytes),
+        (heads, boxes.row_bytes, kernel.config.next_n, kernel.shape.query_stages),
+        stride=(boxes.row_bytes, 1, heads * boxes.row_bytes, kernel.places.query_bytes),
     )
-    held = cute.make_tensor(shared.fp8(kernel.places.query, swizzle), layout)
-    rows = cute.local_tile(query_rows, (config.heads, HEAD_DIM), (0, 0, None))
+    held = cute.make_tensor(shared.fp8(kernel.places.query, boxes.swizzle()), layout)
+    rows = cute.local_tile(query_rows, (heads, boxes.row_bytes), (0, 0, None))
     target, source = cpasync.tma_partition(
         row_copy, 0, cute.make_layout(1), cute.group_modes(held, 0, 2), cute.group_modes(rows, 0, 2)
     )
     return source, target
-
-
-@cute.jit
-def halve_weights(config: cutlass.Constexpr[Any], place: Uint32, weights: Int64, row: Int32, lane: Int32) -> None:
-    """Write half of each weight (the ReLU is computed doubled) in the order that a consumer thread reads four.
-
-    Word `16 * pair + 4 * quad + 2 * odd + v` holds column `8 * (2 * pair + odd) + 2 * quad + v`: the accumulator
-    columns of lane quad position `quad` in two neighbouring blocks of eight. Padding words are zero.
-    """
-    columns = config.columns
-    words = -(-columns // 16) * 16
-    size = 4 if config.weights == "float32" else 2
-    base = weights + Int64(row) * Int64(config.heads * size)
-    values = []
-    for start in cutlass.range_constexpr(0, words, 32):
-        word = lane + Int32(start)
-        column = ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
-        value = Uint32(0)
-        if column < Int32(columns):
-            if cutlass.const_expr(size == 4):
-                value = ptx.load(base + Int64(column) * Int64(4), Uint32)
-            else:
-                value = ptx.load_u16(base + Int64(column) * Int64(2)) << Uint32(16)
-        values.append(value)
-    for start in cutlass.range_constexpr(0, words, 32):
-        half = numerics.mul(numerics.bits_float(values[start // 32]), cutlass.Float32(0.5))
-        if lane + Int32(start) < Int32(words):
-            ptx.store_shared(place + Uint32(4 * start) + Uint32(lane) * Uint32(4), numerics.float_bits(half))
