@@ -25,7 +25,6 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule
-from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_config import (
     PAGE_SLOT,
     ScoreConfig,
@@ -34,6 +33,7 @@ from keysieve.kernels.sm90_score_config import (
     shape_of,
     smem_map,
 )
+from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
 from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
