@@ -329,6 +329,11 @@ def logit_word(low: Float32, high: Float32) -> Uint32:
     return word ^ ((nan >> Uint32(15)) * Uint32(0x803F))
 
 
+def leads(lane: Int32, spread: int) -> Any:
+    """Does the lane hold the first key of its group of 8?"""
+    return lane < Int32(4) if spread == 4 else (lane & Int32(7 * spread)) == Int32(0)
+
+
 @cute.jit
 def store_rows(
     config: cutlass.Constexpr[Any],
@@ -340,8 +345,12 @@ def store_rows(
     row: Int64,
     stride: Int64,
     lane: Int32,
+    spread: cutlass.Constexpr[int] = 4,
 ) -> None:
-    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys."""
+    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys.
+
+    spread: lanes from one key of a group of 8 to the next; 4 as warpgroup accumulators lie, 1 for one key a lane.
+    """
     count = len(values)
     word = logit_word(values[0], values[count - 1])
     inside = []
@@ -356,8 +365,8 @@ def store_rows(
             best = best & Uint32(0xFFFF << (16 * (1 - i)))
     if cutlass.const_expr(config.layout == "compact"):
         for distance in cutlass.range_constexpr(3):
-            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, 4 << distance)))
-        if lane < Int32(4):  # position is then the first key of its group
+            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, spread << distance)))
+        if leads(lane, spread):
             for i in cutlass.range_constexpr(count):
                 if position < inside[i]:
                     where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
