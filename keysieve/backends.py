@@ -19,6 +19,7 @@ from keysieve.reference.faults import Faults
 from keysieve.reference.score import score_checked
 from keysieve.reference.step import CpuRunner
 from keysieve.reference.topk import TopkCall, topk_checked
+from keysieve.repeats import Relaunch
 from keysieve.spec import BACKENDS, MAX_NEXT_N, IndexerSpec
 
 ARCHITECTURES: Final = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
@@ -37,8 +38,11 @@ class Runner(Protocol):
 
     plan: Plan
 
-    def run(self, step: Step, place: Placement, out: Selection) -> None:
-        """Fill every entry of ``out``; a refusal comes before the first write."""
+    def run(self, step: Step, place: Placement, out: Selection) -> Relaunch | None:
+        """Fill every entry of ``out``; a refusal comes before the first write.
+
+        Returns what does the same for other tensors of the same form, or None where every call needs its own checks.
+        """
 
     def within_limits(self, step: Step) -> Step:
         """For decode context parallelism: rows longer than ``max_context`` made empty where the host sees lengths."""

@@ -29,6 +29,7 @@ from keysieve.inputs import (
 )
 from keysieve.plan import Plan, Problem, Sharding, make_plan
 from keysieve.reference.rows import physical_rows
+from keysieve.repeats import MOST_FORMS, KnownCall, repeatable
 from keysieve.spec import MAX_NEXT_N, IndexerSpec
 
 _MAX_SITE = (1 << 16) - 1
@@ -93,6 +94,9 @@ class DecodeIndexer:
             parallel.
         max_total_keys: bound on the logits buffer in elements (``next_n * 128 * tiles`` summed over the requests of a
             step), where fewer can occur than ``max_rows * max_context``.
+        early_release: on a GPU, let the next kernel of the stream start while the selection still writes, if that
+            kernel was launched as a programmatic dependent. Only for consumers that wait for their grid dependency
+            before they read the result.
 
     Raises:
         UnsupportedError: no backend runs this on the device; never a fallback to another device.
@@ -109,6 +113,7 @@ class DecodeIndexer:
         backend: str = "auto",
         dcp: ContextParallel | None = None,
         max_total_keys: int | None = None,
+        early_release: bool = False,
     ) -> None:
         self.spec = check_spec(spec)
         self.device = as_device(device)
@@ -118,8 +123,11 @@ class DecodeIndexer:
         sharding = None
         if dcp is not None:
             sharding = _check_dcp(dcp).bind(spec, max_rows=max_rows, max_context=max_context, device=self.device)
-        problem = Problem(spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding)
+        problem = Problem(
+            spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding, bool(early_release)
+        )
         self._runner = self._backend.runner(make_plan(problem), self.device)
+        self._known: tuple[KnownCall, ...] = ()
         self._handle = ops.register(self)
 
     @property
@@ -204,6 +212,23 @@ class DecodeIndexer:
                 counts,
                 site,
             )
+        if site.__class__ is int and 0 <= site <= _MAX_SITE:
+            for known in self._known:
+                result = known.repeat(
+                    query,
+                    cache,
+                    weights,
+                    seq_lens,
+                    index_table,
+                    kv_table,
+                    kv_page,
+                    block_rows,
+                    positions,
+                    out,
+                    counts,
+                )
+                if result is not None:
+                    return result
         with self._peers_told():
             step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
             place = check_placement(
@@ -224,7 +249,16 @@ class DecodeIndexer:
         if self.dcp is not None and logits is not None:
             self._exchange(self.dcp, step, logits, place, result, site)
         elif step.rows:
-            self._runner.run(step, place, result)
+            relaunch = self._runner.run(step, place, result)
+            if (
+                relaunch is not None
+                and isinstance(query, torch.Tensor)
+                and repeatable(cache, seq_lens, kv_page, block_rows)
+            ):
+                given = positions if isinstance(positions, torch.Tensor) else None
+                tensors = (query, cache.data, weights, seq_lens, index_table, kv_table, out, counts, given)
+                known = KnownCall(tensors, cache, kv_page, block_rows, positions, result, relaunch)
+                self._known = (known, *self._known[: MOST_FORMS - 1])
         return result
 
     @contextmanager

@@ -82,9 +82,12 @@ class Launcher:
     Raises:
         UnsupportedError: no such device, an unserved one, or the toolchain is missing or untested.
         KeysieveError: the kernel would have to be loaded or compiled while a graph is being captured.
+
+    ``function`` is the loaded entry itself, which takes the stream's handle as its last argument: for callers that look
+    up device and stream once for several launches.
     """
 
-    __slots__ = ("_current_device", "_function", "_index", "_raw_stream", "arch", "config", "kernel")
+    __slots__ = ("_current_device", "_index", "_raw_stream", "arch", "config", "function", "kernel")
 
     def __init__(self, kernel: Kernel, config: Any, device: torch.device | str | int) -> None:
         index, arch = arch_of(device)
@@ -99,7 +102,7 @@ class Launcher:
             )
         self.kernel, self.config, self.arch = kernel, config, arch
         self._index = index
-        self._function = kernel_compile.load(kernel, config, arch)
+        self.function: Callable[..., None] = kernel_compile.load(kernel, config, arch)
         # Two C calls instead of Stream objects: an eager launch has a budget of a few microseconds.
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
@@ -109,14 +112,17 @@ class Launcher:
         index = self._index
         try:
             if self._current_device() == index:
-                self._function(*args, self._raw_stream(index))
+                self.function(*args, self._raw_stream(index))
             else:
                 with torch.cuda.device(index):
-                    self._function(*args, self._raw_stream(index))
+                    self.function(*args, self._raw_stream(index))
         except RuntimeError as error:
-            raise RuntimeError(
-                f"launching {self.kernel.symbol(self.config)} on cuda:{index} failed: {error}"
-            ) from error
+            raise RuntimeError(f"launching {self.label} failed: {error}") from error
+
+    @property
+    def label(self) -> str:
+        """Which kernel this is and where it runs, for messages."""
+        return f"{self.kernel.symbol(self.config)} on cuda:{self._index}"
 
 
 def compiler_available() -> bool:

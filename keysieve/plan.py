@@ -71,6 +71,7 @@ class Problem:
         max_total_keys: bound on the compact logits buffer in elements (``sum of next_n * 128 * tiles``), or None for
             the worst case.
         sharding: decode context parallelism, or None for one GPU / tensor parallel.
+        early_release: the last kernel of a step lets the next kernel of the stream start before it has finished.
     """
 
     spec: IndexerSpec
@@ -80,6 +81,7 @@ class Problem:
     next_n: tuple[int, ...] = (1,)
     max_total_keys: int | None = None
     sharding: Sharding | None = None
+    early_release: bool = False
 
     def __post_init__(self) -> None:
         require_choice("backend", self.backend, BACKENDS, "Use backend='auto' to let the device decide.")

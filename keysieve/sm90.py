@@ -5,6 +5,7 @@ Imported by :mod:`keysieve.backends` when a CUDA device of capability 9.0 is fir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,8 @@ from keysieve.kernels.flags import describe as describe_flags
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
+from keysieve.relaunch import LaunchList, Recorder, Target, named
+from keysieve.repeats import Relaunch
 from keysieve.spec import MAX_REQUESTS, IndexerSpec, pitch_of
 
 _WEIGHTS: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -224,36 +227,63 @@ class Sm90Runner:
             self._lens = torch.zeros(problem.max_rows, dtype=torch.int32, device=device)
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
-        self._select = backend.selector(
-            device, k=problem.spec.topk, max_rows=problem.max_rows, max_len=problem.max_context, maxima=True
+        self._index = device.index or 0
+        self._calls: list[tuple[Target, tuple[int, ...]]] = []
+        self._select = select_host.Selector(
+            lambda kernel, config: Recorder(backend.launcher(device, kernel, config), self._calls),
+            k=problem.spec.topk,
+            max_rows=problem.max_rows,
+            max_len=problem.max_context,
+            sms=self._blocks,
+            maxima=True,
         )
         for next_n in problem.next_n:  # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
             config = sm90_score_config.ScoreConfig(
                 problem.spec.key_format, problem.spec.heads, next_n, "compact", "float32"
             )
             backend.launcher(device, sm90_score_config.KERNEL, config)
-        self._stream = torch._C._cuda_getCurrentRawStream(device.index)
+        # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self._stream = self._raw_stream(self._index)
 
-    def run(self, step: Step, place: Placement, out: Selection) -> None:
+    def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
         _limit_requests(step)
-        if not step.codes.is_contiguous() or not step.weights.is_contiguous():
-            name, tensor = ("query", step.codes) if not step.codes.is_contiguous() else ("weights", step.weights)
-            refuse(name, got=describe(tensor), accepted="a contiguous tensor", remedy="Call .contiguous() on it.")
-        launch, config = self._backend.score_launcher(step, "compact")
-        self._take_turns()
+        for name, tensor in (("query", step.codes), ("weights", step.weights), ("counts", out.counts)):
+            if not tensor.is_contiguous():
+                refuse(name, got=describe(tensor), accepted="a contiguous tensor", remedy="Call .contiguous() on it.")
         lens = step.seq_lens
-        if lens.dtype != torch.int32 or not lens.is_contiguous():
-            lens = self._lens[: step.rows].copy_(lens)
-        limit = min(self.plan.problem.max_context, step.table_keys)
-        sm90_score_host.score_compact(
-            launch,
-            config,
+        copied = lens.dtype != torch.int32 or not lens.is_contiguous()
+        calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
+        relaunch = Sm90Relaunch(self, LaunchList(calls, _ADDRESSES), self._lens[: step.rows] if copied else None)
+        relaunch.launch(
             step.codes,
             step.cache.data,
             step.weights,
             lens,
             step.index_table,
+            place.kv_table,
+            out.rows,
+            out.counts,
+            out.positions,
+        )
+        return relaunch
+
+    def _written_down(
+        self, step: Step, place: Placement, out: Selection, lens: torch.Tensor
+    ) -> list[tuple[Target, tuple[int, ...]]]:
+        """The two launches as integers; refuses what the kernels cannot take."""
+        launch, config = self._backend.score_launcher(step, "compact")
+        self._calls.clear()
+        sm90_score_host.score_compact(
+            Recorder(launch, self._calls),
+            config,
+            named(step.codes, "query"),
+            named(step.cache.data, "cache"),
+            named(step.weights, "weights"),
+            lens,
+            named(step.index_table, "index_table"),
             topk=step.spec.topk,
             max_context=self.plan.problem.max_context,
             logits=self._logits,
@@ -267,22 +297,38 @@ class Sm90Runner:
             self._tops,
             lens,
             step.next_n,
-            out=out.rows,
-            counts=out.counts,
-            positions=out.positions,
+            out=named(out.rows, "out"),
+            counts=named(out.counts, "counts"),
+            positions=None if out.positions is None else named(out.positions, "positions"),
             starts=self._starts,
-            limit=limit,
-            kv_table=place.kv_table,
+            limit=min(self.plan.problem.max_context, step.table_keys),
+            kv_table=None if place.kv_table is None else named(place.kv_table, "kv_table"),
             kv_page=place.kv_page,
             block_rows=place.block_rows,
             flags=self._flags.word,
+            release=self.plan.problem.early_release,
             chained=True,
         )
+        return self._calls
 
-    def _take_turns(self) -> None:
-        """Make the current stream wait for the stream that used the workspace before, if that was another one."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if stream == self._stream or capturing():
+    def launch(
+        self, launches: LaunchList, values: tuple[int, ...], copy: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        """Make ``launches`` on the current stream of the device; ``copy`` = (to, from), lengths to convert before."""
+        if self._current_device() != self._index:
+            with torch.cuda.device(self._index):
+                self.launch(launches, values, copy)
+            return
+        stream = self._raw_stream(self._index)
+        if stream != self._stream:
+            self._take_turns(stream)
+        if copy is not None:
+            copy[0].copy_(copy[1])
+        launches((*values, stream))
+
+    def _take_turns(self, stream: int) -> None:
+        """Make ``stream``, the current one, wait for the stream that used the workspace before it."""
+        if capturing():
             return
         before = torch.cuda.ExternalStream(self._stream, device=self._device)  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.current_stream(self._device).wait_stream(before)
@@ -311,6 +357,51 @@ class Sm90Runner:
         found = [text for text in (self._flags.take(), self._backend.flags(self._device).take()) if text]
         if found:
             raise DeviceFault("; ".join(found))
+
+
+_ADDRESSES: Final = (
+    *("query", "cache", "weights", "seq_lens", "index_table", "kv_table", "out", "counts", "positions"),
+    "stream",
+)
+
+
+class Sm90Relaunch:
+    """The two launches of one form of step; see :class:`keysieve.repeats.Relaunch`."""
+
+    __slots__ = ("_launches", "_lens", "_runner")
+
+    def __init__(self, runner: Sm90Runner, launches: LaunchList, lens: torch.Tensor | None) -> None:
+        self._runner, self._launches, self._lens = runner, launches, lens
+
+    def launch(
+        self,
+        codes: torch.Tensor,
+        data: torch.Tensor,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        kv_table: torch.Tensor | None,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> bool:
+        query, cache = codes.data_ptr(), data.data_ptr()
+        if (query | cache) % 16:
+            return False
+        values = (
+            query,
+            cache,
+            weights.data_ptr(),
+            seq_lens.data_ptr(),
+            index_table.data_ptr(),
+            0 if kv_table is None else kv_table.data_ptr(),
+            rows.data_ptr(),
+            counts.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
+        )
+        copy = None if self._lens is None else (self._lens.view(seq_lens.shape), seq_lens)
+        self._runner.launch(self._launches, values, copy)
+        return True
 
 
 def _no_sharding() -> KeysieveError:

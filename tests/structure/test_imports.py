@@ -28,6 +28,8 @@ LAYERS = {
     "keysieve.reference": 4,
     "keysieve.compile": 4,
     "keysieve.launch": 5,
+    "keysieve.relaunch": 5,
+    "keysieve.repeats": 5,
     "keysieve.testing": 5,
     "keysieve.dcp": 6,
     "keysieve.sm90": 6,
