@@ -458,6 +458,18 @@ def global_ns(*, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
+def clock(*, loc: Any = None, ip: Any = None) -> Int64:
+    """This SM's cycle counter. Not hoisted, not merged."""
+    return asm("mov.u64 $0, %clock64;", "=l", (Int64,), (), loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def prefetch_line(addr: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask for the cache line at a global address to be brought into L2."""
+    asm("prefetch.global.L2 [$0];", "l", (), (addr,), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def nano_sleep(ns: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """Yield the issue slot for about `ns` nanoseconds (0 to 1,000,000)."""
     asm("nanosleep.u32 $0;", "r", (), (ns,), loc=loc, ip=ip)

@@ -7,7 +7,8 @@ any other length makes its row empty, and one above the limit is a fault.
 
 The prefix sum lives in shared memory as `requests + 1` words `tiles_before << 1 | half`, where `half` says that the
 request's last tile holds keys in its first page only. No host length, no metadata kernel: every block builds the same
-table from the same lengths (32,768 of them at most: 131 KB of L2 reads), which costs one load latency and two barriers.
+table from the same lengths (32,768 of them at most: 131 KB of L2 reads), which costs one load latency and two barriers;
+a few requests are one warp's work, which need not wait for any barrier to go on.
 """
 
 from typing import Any
@@ -26,8 +27,12 @@ __all__ = [
     "FLAG_OVERFLOW",
     "block_range",
     "build_prefix",
+    "few",
     "find_request",
+    "find_request_together",
     "longest_row",
+    "prefix_of_few",
+    "prefix_of_many",
     "prefix_word",
     "tiles_and_half",
     "tiles_before",
@@ -64,6 +69,11 @@ def tiles_and_half(longest: Int32, skip: Int32) -> tuple[Int32, Int32]:
     return tiles, Int32(rest < Int32(64))
 
 
+def few(next_n: int) -> int:
+    """Requests up to which one warp builds the prefix table: a lane takes up to four lengths."""
+    return 32 * max(1, 4 // next_n)
+
+
 @cute.jit
 def build_prefix(
     lens: Int64,
@@ -76,10 +86,76 @@ def build_prefix(
     next_n: cutlass.Constexpr[int],
     threads: cutlass.Constexpr[int],
 ) -> Any:
-    """Fill the prefix table (shared address `prefix`, requests + 1 words); all threads of the block call it.
+    """Fill the prefix table by all threads of the block, whatever the number of requests; ends with a block barrier.
 
-    scratch: shared address of threads / 32 words. Every thread owns a run of neighbouring requests. Two block
-    barriers, the second after the table is complete. Returns this thread's number of lengths above the limit.
+    scratch: shared address of threads / 32 words. Returns this thread's number of lengths above the limit.
+    """
+    faults = Int32(0)
+    if requests <= Int32(few(next_n)):
+        if thread < Int32(32):
+            faults = prefix_of_few(lens, requests, limit, skip, prefix, thread, next_n)
+    else:
+        faults = prefix_of_many(lens, requests, limit, skip, prefix, scratch, thread, next_n, threads)
+    cute.arch.sync_threads()
+    return faults
+
+
+@cute.jit
+def prefix_of_few(
+    lens: Int64,
+    requests: Int32,
+    limit: Int32,
+    skip: Int32,
+    prefix: Uint32,
+    lane: Int32,
+    next_n: cutlass.Constexpr[int],
+) -> Any:
+    """Fill the prefix table (shared address `prefix`, requests + 1 words) for at most `few(next_n)` requests, one warp.
+
+    The warp may read the table at once; others after a barrier. Returns this lane's number of lengths above the limit.
+    """
+    run = few(next_n) // 32
+    each = (requests + Int32(31)) >> Int32(5)
+    first = lane * each
+    faults = Int32(0)
+    tiles = [Int32(0) for _ in range(run)]
+    halves = [Int32(0) for _ in range(run)]
+    mine = Int32(0)
+    for i in cutlass.range_constexpr(run):
+        longest = Int32(0)
+        if Int32(i) < each and first + Int32(i) < requests:
+            longest, bad = longest_row(lens, first + Int32(i), limit, next_n)
+            faults = faults + bad
+        tiles[i], halves[i] = tiles_and_half(longest, skip)
+        mine = mine + tiles[i]
+    upto = scan.warp_inclusive(mine, lane)
+    running = upto - mine
+    for i in cutlass.range_constexpr(run):
+        if Int32(i) < each and first + Int32(i) < requests:
+            _put(prefix, first + Int32(i), running, halves[i])
+        running = running + tiles[i]
+    if lane == Int32(31):
+        _put(prefix, requests, upto, Int32(0))
+    cute.arch.sync_warp()
+    return faults
+
+
+@cute.jit
+def prefix_of_many(
+    lens: Int64,
+    requests: Int32,
+    limit: Int32,
+    skip: Int32,
+    prefix: Uint32,
+    scratch: Uint32,
+    thread: Int32,
+    next_n: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+) -> Any:
+    """Fill the prefix table for any number of requests; all threads of the block call it, and a barrier must follow.
+
+    scratch: shared address of threads / 32 words. Every thread owns a run of neighbours; one block barrier inside.
+    Returns this thread's number of lengths above the limit.
     """
     each = (requests + Int32(threads - 1)) // Int32(threads)
     first = thread * each
@@ -101,12 +177,12 @@ def build_prefix(
     if lane == Int32(31):
         ptx.store_shared(scratch + Uint32(warp) * Uint32(4), Uint32(upto))
     cute.arch.sync_threads()
-    before = upto - mine
-    for other in cutlass.range_constexpr(threads // 32 - 1):
-        total = Int32(ptx.load_shared(scratch + Uint32(4 * other)))
-        before = before + total * Int32(Int32(other) < warp)
+    sums = Int32(0)  # of lower warps: lane i looks at warp i
+    if lane < warp:
+        sums = Int32(ptx.load_shared(scratch + Uint32(lane) * Uint32(4)))
+    before = upto - mine + scan.warp_sum(sums)
     if each == Int32(1):
-        if first < last:  # the usual case keeps its one request in registers
+        if first < last:  # its one request is still in registers
             _put(prefix, first, before, half)
     else:
         running = before
@@ -117,9 +193,6 @@ def build_prefix(
             running = running + tiles
     if last == requests and first < last:
         _put(prefix, requests, before + mine, Int32(0))
-    if requests == Int32(0) and thread == Int32(0):
-        _put(prefix, requests, Int32(0), Int32(0))
-    cute.arch.sync_threads()
     return faults
 
 
@@ -153,17 +226,39 @@ def block_range(total: Int32, block: Int32, blocks: Int32) -> Any:
 
 
 @cute.jit
-def find_request(prefix: Uint32, requests: Int32, tile: Int32) -> Int32:
-    """The request that owns tile `tile` (0 <= tile < all tiles): the last one with tiles_before <= tile."""
-    owner = Int32(0)
-    step = Int32(0)
-    if requests > Int32(1):
-        step = Int32(1) << (Int32(31) - Int32(cute.arch.clz(requests - Int32(1))))
-    while step > Int32(0):
-        probe = owner + step
-        if probe >= requests:  # the last request stands for what lies beyond the table
-            probe = requests - Int32(1)
-        if tiles_before(prefix, probe) <= tile:
-            owner = probe
-        step = step >> Int32(1)
+def find_request(prefix: Uint32, requests: Int32, tile: Int32, near: Int32) -> Int32:
+    """The request that owns tile `tile` (0 <= tile < all tiles): the last one with tiles_before <= tile.
+
+    near: a request with tiles_before <= tile; answered at once when it is the owner. Lanes may ask for different tiles.
+    """
+    owner = near
+    if tiles_before(prefix, owner + Int32(1)) <= tile:
+        owner = Int32(0)
+        step = Int32(1) << (Int32(31) - Int32(cute.arch.clz(requests)))
+        while step > Int32(0):
+            probe = owner + step
+            if probe >= requests:  # the last request stands for what lies beyond the table
+                probe = requests - Int32(1)
+            if tiles_before(prefix, probe) <= tile:
+                owner = probe
+            step = step >> Int32(1)
     return owner
+
+
+@cute.jit
+def find_request_together(prefix: Uint32, requests: Int32, tile: Int32, lane: Int32) -> Int32:
+    """`find_request` for one tile by a whole warp: 32 probes at a time, one round up to 32 requests."""
+    low = Int32(0)
+    width = requests
+    while width > Int32(1):
+        step = (width + Int32(31)) >> Int32(5)
+        probe = lane * step
+        reached = Int32(0)
+        if probe < width:
+            reached = Int32(tiles_before(prefix, low + probe) <= tile)
+        last = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(reached != Int32(0)))) - Int32(1)
+        low = low + last * step
+        width = width - last * step
+        if width > step:
+            width = step
+    return low

@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
-from keysieve.kernels import schedule
+from keysieve.kernels import schedule, score_trace
 from keysieve.kernels.sm90_score_config import (
     PAGE_SLOT,
     ScoreConfig,
@@ -36,7 +36,7 @@ from keysieve.kernels.sm90_score_config import (
 from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
 from keysieve.kernels.sm90_score_weights import halve_weights
-from keysieve.spec import HEAD_DIM
+from keysieve.spec import HEAD_DIM, PAGE
 
 PAGE_ROWS = 66
 """A page seen as rows of 128 bytes: 64 keys, then 64 scale words in two rows."""
@@ -51,6 +51,7 @@ class Shared:
         places = smem_map(config, shape)
         self.places = places
         self.base = base
+        self.trace: Any = None
         origin = ptx.smem_addr(base)
         self.keys = origin + Uint32(places.keys)
         self.weights = origin + Uint32(places.weights)
@@ -83,6 +84,9 @@ class ScoreKernel:
         self.shape = shape_of(config) if shape is None else shape
         self.places = smem_map(config, self.shape)
         self.chunks = chunks_of(config, self.shape)
+        self.key_warp = 4 * self.shape.groups
+        self.query_warp = self.key_warp + 1
+        self.report_warp = self.key_warp + self.shape.producer_warps - 1
         self.boxes = Boxes(HEAD_DIM, PAGE_ROWS, PAGE_SLOT, PAGE_BYTES)
 
     @cute.jit
@@ -188,37 +192,35 @@ class ScoreKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
         shared = Shared(base, self.config, shape)
+        shared.trace = starts
+        score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
-        faults = schedule.build_prefix(
-            lens,
-            requests,
-            limit,
-            skip,
-            shared.prefix,
-            shared.scratch,
-            thread,
-            self.config.next_n,
-            shape.threads,
-        )
+        score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
+        if cutlass.const_expr(shape.prefetch_table):
+            self.ask_for_tables(table, table_stride, requests, limit, thread, block, blocks)
+        self.plan(shared, lens, flags, requests, limit, skip, thread, warp, block)
         total = schedule.tiles_before(shared.prefix, requests)
-        self.report(shared, starts, flags, requests, capacity, total, faults, thread, block)
+        usable = total
         if total > capacity:
-            total = capacity
-        first, last = schedule.block_range(total, block, blocks)
-        if warp >= 4 * shape.groups:
+            usable = capacity
+        first, last = schedule.block_range(usable, block, blocks)
+        score_trace.mark(self, shared, score_trace.PLANNED, warp == self.key_warp)
+        if warp >= self.key_warp:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_decrease(shape.registers[0])
             if first < last:
-                if warp == 4 * shape.groups:
+                if warp == self.key_warp:
                     stream_keys(
                         self, shared, key_copy, key_pages, table, table_stride, pages, flags, requests, first, last
                     )
-                if warp == 4 * shape.groups + 1:
+                if warp == self.query_warp:
                     stream_queries(
                         self, shared, row_copy, query_rows, weights, lens, limit, requests, capacity, first, last
                     )
+            if warp == self.report_warp and block == Int32(0):
+                self.report(shared, starts, flags, requests, capacity, total)
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_increase(shape.registers[1])
@@ -227,20 +229,78 @@ class ScoreKernel:
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
-        """Barriers and descriptors; touches no data of an earlier kernel. The next block barrier publishes."""
+        """Barriers and descriptors; touches no data of an earlier kernel. `plan` publishes."""
         shape = self.shape
-        if warp == 4 * shape.groups + 2:
+        if warp == self.key_warp:
+            cpasync.prefetch_descriptor(key_copy)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
                     cute.arch.mbarrier_init(shared.key_empty + stage, 4)
+            cute.arch.mbarrier_init_fence()
+        if warp == self.query_warp:
+            cpasync.prefetch_descriptor(row_copy)
+            with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.query_stages):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
             cute.arch.mbarrier_init_fence()
-        if warp == 4 * shape.groups + 3:
-            cpasync.prefetch_descriptor(key_copy)
-            cpasync.prefetch_descriptor(row_copy)
+
+    @cute.jit
+    def plan(
+        self,
+        shared: Any,
+        lens: Int64,
+        flags: Int64,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        thread: Int32,
+        warp: Int32,
+        block: Int32,
+    ) -> None:
+        """The prefix table. For few requests the key warp builds it and goes on; the others wait for it."""
+        faults = Int32(0)
+        if requests <= Int32(schedule.few(self.config.next_n)):
+            if warp == self.key_warp:
+                lane = cute.arch.lane_idx()
+                faults = schedule.prefix_of_few(lens, requests, limit, skip, shared.prefix, lane, self.config.next_n)
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=self.shape.threads)
+            else:
+                cute.arch.barrier(barrier_id=1, number_of_threads=self.shape.threads)
+        else:
+            faults = schedule.prefix_of_many(
+                lens,
+                requests,
+                limit,
+                skip,
+                shared.prefix,
+                shared.scratch,
+                thread,
+                self.config.next_n,
+                self.shape.threads,
+            )
+            cute.arch.sync_threads()
+        if faults > Int32(0) and block == Int32(0):
+            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
+
+    @cute.jit
+    def ask_for_tables(
+        self,
+        table: Int64,
+        table_stride: Int64,
+        requests: Int32,
+        limit: Int32,
+        thread: Int32,
+        block: Int32,
+        blocks: Int32,
+    ) -> None:
+        """Prefetch the page tables' first 2 MiB into L2, a line a thread, while the lengths are read."""
+        columns = Int64((limit + Int32(PAGE - 1)) >> Int32(6))
+        lines = ((Int64(requests - Int32(1)) * table_stride + columns) * Int64(4)) >> Int64(7)
+        line = Int64(thread * blocks + block)
+        if line < lines and line < Int64(1 << 14):
+            ptx.prefetch_line(table + line * Int64(128))
 
     def copy_page(
         self, shared: Any, key_copy: Any, source: Any, target: Any, page: Int32, stage: Int32, half: int, policy: Any
@@ -260,26 +320,14 @@ class ScoreKernel:
         halve_weights(self.config, place, weights, row, lane)
 
     @cute.jit
-    def report(
-        self,
-        shared: Any,
-        starts: Int64,
-        flags: Int64,
-        requests: Int32,
-        capacity: Int32,
-        total: Int32,
-        faults: Int32,
-        thread: Int32,
-        block: Int32,
-    ) -> None:
-        """Block 0 raises flags and hands the prefix table (int32 [requests + 1], tiles) to the next kernel."""
-        if block == Int32(0):
-            if faults > Int32(0):
-                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
-            if total > capacity and thread == Int32(0):
-                ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
+    def report(self, shared: Any, starts: Int64, flags: Int64, requests: Int32, capacity: Int32, total: Int32) -> None:
+        """One warp of block 0: the overflow flag, and the prefix table (int32 [requests + 1]) for the next kernel."""
+        lane = cute.arch.lane_idx()
+        if total > capacity and lane == Int32(0):
+            ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
+        if cutlass.const_expr(not self.shape.trace):  # noqa: SIM102  # a trace-time test, then a run-time one
             if starts != Int64(0):
-                for request in cutlass.range(thread, requests + Int32(1), self.shape.threads, unroll=1):
+                for request in cutlass.range(lane, requests + Int32(1), 32, unroll=1):
                     before = schedule.tiles_before(shared.prefix, request)
                     ptx.store(starts + Int64(request) * Int64(4), before)
 

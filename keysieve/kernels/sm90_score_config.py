@@ -49,6 +49,8 @@ class ScoreShape:
     query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
     registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
     registers (else they are read from shared memory for every chunk). evict_first: keys leave L2 before other data.
+    producer_warps: 2, or 4 where registers are reallocated (a whole warpgroup must take part). prefetch_table: ask for
+    the page tables before the lengths are known. trace: write times instead of `starts` (see `score_trace`).
     """
 
     groups: int = 3
@@ -57,7 +59,10 @@ class ScoreShape:
     chunk_columns: int = 128
     registers: tuple[int, int] = (0, 0)
     resident: bool = False
-    evict_first: bool = False
+    evict_first: bool = True
+    producer_warps: int = 4
+    prefetch_table: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.stages % self.groups:
@@ -66,11 +71,13 @@ class ScoreShape:
             raise ValueError(f"{self}: stages is not a multiple of groups")
         if self.query_stages < self.groups - 1:
             raise ValueError(f"{self}: a request could wait for a warpgroup that has no tile left")
+        if self.producer_warps not in (2, 4) or (self.registers[0] and self.producer_warps != 4):
+            raise ValueError(f"{self}: 2 or 4 producer warps, 4 where registers are reallocated")
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers, then one warpgroup of producers."""
-        return (self.groups + 1) * WARPGROUP
+        """Threads of a block: the consumers, then the producers."""
+        return self.groups * WARPGROUP + self.producer_warps * 32
 
 
 @dataclass(frozen=True)

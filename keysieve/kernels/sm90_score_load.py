@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from keysieve.device import ptx, sync
 from keysieve.device.paged import page_in_pool, table_entry
-from keysieve.kernels import schedule
+from keysieve.kernels import schedule, score_trace
 from keysieve.spec import PAGE, TILE
 
 BATCH = 16
@@ -69,13 +69,17 @@ def look_up(
     tile: Int32,
     last: Int32,
     second: Int32,
+    near: Int32,
 ) -> Any:
-    """(request, tile within it, page id or code) of global tile `tile`; `second` picks its second page."""
+    """(request, tile within it, page id or code) of global tile `tile`; `second` picks its second page.
+
+    near: a request at or before the tile's.
+    """
     request = Int32(0)
     within = Int32(0)
     code = Int32(NO_PAGE)
     if tile < last:
-        request = schedule.find_request(shared.prefix, requests, tile)
+        request = schedule.find_request(shared.prefix, requests, tile, near)
         before, half = schedule.prefix_word(shared.prefix, request)
         after = schedule.tiles_before(shared.prefix, request + Int32(1))
         within = tile - before
@@ -112,13 +116,16 @@ def stream_keys(
     phase = Int32(1)  # parity 1 passes on a fresh barrier
     sequence = Int32(-1)
     current = Int32(-1)
+    near = schedule.find_request_together(shared.prefix, requests, first, lane)
     request, within, code = look_up(
-        shared, table, table_stride, pages, flags, requests, first + (lane >> Int32(1)), last, second
+        shared, table, table_stride, pages, flags, requests, first + (lane >> Int32(1)), last, second, near
     )
+    first_tile = cute.arch.shuffle_sync(within, Int32(0))
     for begin in cutlass.range(first, last, BATCH, unroll=1):
         ahead = begin + Int32(BATCH) + (lane >> Int32(1))
+        near = cute.arch.shuffle_sync(request, Int32(2 * BATCH - 1))
         next_request, next_within, next_code = look_up(
-            shared, table, table_stride, pages, flags, requests, ahead, last, second
+            shared, table, table_stride, pages, flags, requests, ahead, last, second, near
         )
         count = last - begin
         if count > Int32(BATCH):
@@ -148,6 +155,7 @@ def stream_keys(
             for page in cutlass.range_constexpr(PAGES_PER_TILE):
                 if codes[page] >= Int32(0):
                     copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
+            score_trace.mark(kernel, shared, score_trace.COPYING, sequence == Int32(0) and tile == first_tile)
             stage = stage + Int32(1)
             if stage == Int32(shape.stages):
                 stage = Int32(0)
@@ -228,7 +236,7 @@ def stream_queries(
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
-    request = schedule.find_request(shared.prefix, requests, first)
+    request = schedule.find_request_together(shared.prefix, requests, first, lane)
     stage = Int32(0)
     phase = Int32(1)
     more = Int32(1)
@@ -260,7 +268,7 @@ def stream_queries(
             phase = phase ^ Int32(1)
         more = Int32(after < last)
         if after < last:
-            request = schedule.find_request(shared.prefix, requests, after)
+            request = schedule.find_request(shared.prefix, requests, after, request + Int32(1))
 
 
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from keysieve.device import keys, numerics, ptx, sync
-from keysieve.kernels import schedule
+from keysieve.kernels import schedule, score_trace
 from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
 
@@ -145,13 +145,14 @@ def consume(
         sync.wait_barrier(shared.key_full + stage, phase)
         owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
         sequence = Int32(sequence_word)
+        score_trace.mark(kernel, shared, score_trace.LANDED, held < Int32(0) and group == Int32(0))
         if sequence != held:
-            while held < sequence:  # requests this group had no tile of are released as well, in order
-                if held >= Int32(0):
-                    release(shared.query_empty + held % Int32(shape.query_stages))
-                held = held + Int32(1)
-                query_stage = held % Int32(shape.query_stages)
-                sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+            for request in cutlass.range(held + Int32(1), sequence + Int32(1), unroll=1):
+                if request > Int32(0):  # those this group had no tile of are released as well, in order
+                    release(shared.query_empty + (request - Int32(1)) % Int32(shape.query_stages))
+                query_stage = request % Int32(shape.query_stages)
+                sync.wait_barrier(shared.query_full + query_stage, (request // Int32(shape.query_stages)) & 1)
+            held = sequence
             row, stride = row_places(config, shared, targets, Int32(owner))
             if cutlass.const_expr(shape.resident):
                 place = shared.weights + Uint32(held % Int32(shape.query_stages)) * Uint32(kernel.places.weight_bytes)
@@ -181,6 +182,7 @@ def consume(
             phase = phase ^ Int32(1)
     if held >= Int32(0):
         release(shared.query_empty + held % Int32(shape.query_stages))
+    score_trace.mark(kernel, shared, score_trace.DONE, group == Int32(0))
 
 
 def scale_offset(key: Int32) -> Uint32:
