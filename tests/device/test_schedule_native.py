@@ -1,0 +1,49 @@
+"""The scorer's cut of the work, as the device computes it, against the contract's rule in Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keysieve import spec
+
+pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+native = pytest.importorskip("schedule_native")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    out = tmp_path_factory.mktemp("schedule") / "out.npz"
+    script = Path(__file__).with_name("schedule_native.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(out)], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    with np.load(out) as data:
+        return dict(data)
+
+
+def test_ranges_are_contiguous_equal_and_complete(found: dict[str, np.ndarray]) -> None:
+    cuts, ranges = native.cuts(), found["ranges"]
+    by_cut = {tuple(map(int, cut)): tuple(map(int, pair)) for cut, pair in zip(cuts, ranges, strict=True)}
+    for (tiles, block, blocks), (first, last) in by_cut.items():
+        assert last - first in (tiles // blocks, -(-tiles // blocks))
+        if block == 0:
+            assert first == 0
+        if block == blocks - 1:
+            assert last == tiles
+        after = by_cut.get((tiles, block + 1, blocks))
+        assert after is None or after[0] == last
+
+
+def test_tiles_follow_the_contract(found: dict[str, np.ndarray]) -> None:
+    for (length, limit, skip), (tiles, half) in zip(native.lengths().tolist(), found["tiles"].tolist(), strict=True):
+        usable = length if 0 < length <= limit else 0
+        assert tiles == spec.request_tiles(usable, skip or None), (length, limit, skip)
+        if tiles:
+            pages = -(-usable // spec.PAGE)
+            assert half == pages % 2, (length, limit, skip)
