@@ -127,7 +127,8 @@ class Plan:
         p = self.problem
         parts = ", ".join(f"{name} {size:,} B" for name, size in self.parts)
         return (
-            f"{p.backend}: up to {p.max_rows} rows x {p.max_context} keys, next_n {p.next_n}, {self.layout} logits; "
+            f"{p.backend}: up to {p.max_rows} rows x {p.max_context} keys, next_n {p.next_n}, {self.layout} logits"
+            f"{', early release' if p.early_release else ''}; "
             f"workspace {self.workspace_bytes:,} B ({parts})"
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -21,22 +21,26 @@ MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
 
 
+ADDRESSES: Final = (
+    *("query", "cache", "weights", "seq_lens", "index_table"),
+    *("kv_table", "out", "counts", "positions"),
+)
+"""The addresses of a step's launches, in the order in which :meth:`Relaunch.launch` gets them."""
+
+
 class Relaunch(Protocol):
     """One checked step's launches, for any tensors of the same form."""
 
-    def launch(
-        self,
-        codes: torch.Tensor,
-        data: torch.Tensor,
-        weights: torch.Tensor,
-        seq_lens: torch.Tensor,
-        index_table: torch.Tensor,
-        kv_table: torch.Tensor | None,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        positions: torch.Tensor | None,
-    ) -> bool:
-        """Make the launches; False, with nothing done, where an address is not aligned as the kernels need it."""
+    def launch(self, addresses: tuple[int, ...], seq_lens: torch.Tensor) -> bool:
+        """Make the launches on the device's current stream.
+
+        Args:
+            addresses: one for each of :data:`ADDRESSES`, 0 for what is absent.
+            seq_lens: the lengths as given, for kernels that do not take them as they are.
+
+        Returns:
+            False, with nothing done, where an address is not aligned as the kernels need it.
+        """
 
 
 class KnownCall:
@@ -53,17 +57,8 @@ class KnownCall:
     """
 
     __slots__ = (
-        "_absent",
-        "_block_rows",
-        "_bytes",
-        "_given",
-        "_key_format",
-        "_kv_page",
-        "_new",
-        "_new_counts",
-        "_positions",
-        "_relaunch",
-        "_same",
+        *("_absent", "_block_rows", "_counts_bytes", "_device", "_given", "_key_format", "_kv_page", "_launch"),
+        *("_positions", "_positions_bytes", "_rows_bytes", "_same", "_shape", "relaunch"),
     )
 
     def __init__(
@@ -80,12 +75,12 @@ class KnownCall:
         self._absent = tuple(not given for given in self._given[5:8])
         self._same = same_form(tuple(t for t in arguments if t is not None))
         self._key_format = cache.spec.key_format
-        self._kv_page, self._block_rows = (type(kv_page), kv_page), (type(block_rows), block_rows)
+        self._kv_page, self._block_rows = kv_page, block_rows
         self._positions = type(positions) if isinstance(positions, torch.Tensor) else bool(positions)
-        self._new = (tuple(result.rows.shape), torch.int32, result.rows.device)
-        self._new_counts = tuple(result.counts.shape)
-        self._bytes = tuple(0 if t is None else span_bytes(t) for t in result)
-        self._relaunch = relaunch
+        self._shape, self._device = tuple(result.rows.shape), result.rows.device
+        self._rows_bytes, self._counts_bytes = span_bytes(result.rows), span_bytes(result.counts)
+        self._positions_bytes = 0 if result.positions is None else span_bytes(result.positions)
+        self.relaunch, self._launch = relaunch, relaunch.launch
 
     def repeat(
         self,
@@ -104,7 +99,10 @@ class KnownCall:
         """Make the call if it has this form, else None with nothing done."""
         if type(cache) is not IndexCache or cache.spec.key_format != self._key_format:
             return None
-        if (type(kv_page), kv_page) != self._kv_page or (type(block_rows), block_rows) != self._block_rows:
+        # An int beside the type: True == 1 and 64.0 == 64, but neither is accepted.
+        if kv_page is not self._kv_page and (type(kv_page) is not int or kv_page != self._kv_page):
+            return None
+        if block_rows is not self._block_rows and (type(block_rows) is not int or block_rows != self._block_rows):
             return None
         if (kv_table is None, out is None, counts is None) != self._absent:
             return None
@@ -115,33 +113,37 @@ class KnownCall:
         tensors = (query, data, weights, seq_lens, index_table, kv_table, out, counts, positions)
         if not self._same(*compress(tensors, self._given)):
             return None
-        shape, dtype, device = self._new
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=device)
+            out = torch.empty(self._shape, dtype=torch.int32, device=self._device)
         if counts is None:
-            counts = torch.empty(self._new_counts, dtype=dtype, device=device)
-        if wanted is True:
-            positions = torch.empty(shape, dtype=dtype, device=device)
-        elif wanted is False:
+            counts = torch.empty(self._shape[:1], dtype=torch.int32, device=self._device)
+        first, number, other = out.data_ptr(), counts.data_ptr(), 0
+        # Byte ranges that meet may still be apart, as rows side by side in one allocation are: the checks look closer.
+        if first < number + self._counts_bytes and number < first + self._rows_bytes:
+            return None
+        if wanted is False:
             positions = None
-        if self._may_overlap(out, counts, positions):
-            return None
-        if not self._relaunch.launch(query, data, weights, seq_lens, index_table, kv_table, out, counts, positions):
-            return None
-        return Selection(out, counts, positions)
-
-    def _may_overlap(self, out: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor | None) -> bool:
-        """Whether the byte ranges of the outputs meet. Rows side by side in one allocation do, and are no error."""
-        rows_bytes, counts_bytes, positions_bytes = self._bytes
-        first, number = out.data_ptr(), counts.data_ptr()
-        if first < number + counts_bytes and number < first + rows_bytes:
-            return True
-        if positions is None:
-            return False
-        other = positions.data_ptr()
-        return (first < other + positions_bytes and other < first + rows_bytes) or (
-            number < other + positions_bytes and other < number + counts_bytes
+        else:
+            if wanted is True:
+                positions = torch.empty(self._shape, dtype=torch.int32, device=self._device)
+            other = positions.data_ptr()
+            end = other + self._positions_bytes
+            if first < end and other < first + self._rows_bytes:
+                return None
+            if number < end and other < number + self._counts_bytes:
+                return None
+        addresses = (
+            query.data_ptr(),
+            data.data_ptr(),
+            weights.data_ptr(),
+            seq_lens.data_ptr(),
+            index_table.data_ptr(),
+            0 if kv_table is None else kv_table.data_ptr(),
+            first,
+            number,
+            other,
         )
+        return Selection(out, counts, positions) if self._launch(addresses, seq_lens) else None
 
 
 def repeatable(cache: object, seq_lens: torch.Tensor, kv_page: object, block_rows: object) -> bool:

@@ -19,7 +19,7 @@ from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
 from keysieve.relaunch import LaunchList, Recorder, Target, named
-from keysieve.repeats import Relaunch
+from keysieve.repeats import ADDRESSES, Relaunch
 from keysieve.spec import MAX_REQUESTS, IndexerSpec, pitch_of
 
 _WEIGHTS: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -227,7 +227,7 @@ class Sm90Runner:
             self._lens = torch.zeros(problem.max_rows, dtype=torch.int32, device=device)
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
-        self._index = device.index or 0
+        self.index = device.index or 0
         self._calls: list[tuple[Target, tuple[int, ...]]] = []
         self._select = select_host.Selector(
             lambda kernel, config: Recorder(backend.launcher(device, kernel, config), self._calls),
@@ -242,10 +242,7 @@ class Sm90Runner:
                 problem.spec.key_format, problem.spec.heads, next_n, "compact", "float32"
             )
             backend.launcher(device, sm90_score_config.KERNEL, config)
-        # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
-        self._stream = self._raw_stream(self._index)
+        self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
@@ -256,18 +253,9 @@ class Sm90Runner:
         lens = step.seq_lens
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
         calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-        relaunch = Sm90Relaunch(self, LaunchList(calls, _ADDRESSES), self._lens[: step.rows] if copied else None)
-        relaunch.launch(
-            step.codes,
-            step.cache.data,
-            step.weights,
-            lens,
-            step.index_table,
-            place.kv_table,
-            out.rows,
-            out.counts,
-            out.positions,
-        )
+        relaunch = Sm90Relaunch(self, LaunchList(calls, (*ADDRESSES, "stream")), self._lens if copied else None)
+        tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
+        relaunch.launch(tuple(0 if t is None else t.data_ptr() for t in tensors), lens)
         return relaunch
 
     def _written_down(
@@ -311,28 +299,13 @@ class Sm90Runner:
         )
         return self._calls
 
-    def launch(
-        self, launches: LaunchList, values: tuple[int, ...], copy: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> None:
-        """Make ``launches`` on the current stream of the device; ``copy`` = (to, from), lengths to convert before."""
-        if self._current_device() != self._index:
-            with torch.cuda.device(self._index):
-                self.launch(launches, values, copy)
-            return
-        stream = self._raw_stream(self._index)
-        if stream != self._stream:
-            self._take_turns(stream)
-        if copy is not None:
-            copy[0].copy_(copy[1])
-        launches((*values, stream))
-
-    def _take_turns(self, stream: int) -> None:
+    def take_turns(self, stream: int) -> None:
         """Make ``stream``, the current one, wait for the stream that used the workspace before it."""
         if capturing():
             return
-        before = torch.cuda.ExternalStream(self._stream, device=self._device)  # type: ignore[no-untyped-call]  # torch's
+        before = torch.cuda.ExternalStream(self.stream, device=self._device)  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.current_stream(self._device).wait_stream(before)
-        self._stream = stream
+        self.stream = stream
 
     # Context parallelism does not run here (Sm90Backend.runner refuses it), so nobody comes this way.
 
@@ -359,48 +332,36 @@ class Sm90Runner:
             raise DeviceFault("; ".join(found))
 
 
-_ADDRESSES: Final = (
-    *("query", "cache", "weights", "seq_lens", "index_table", "kv_table", "out", "counts", "positions"),
-    "stream",
-)
-
-
 class Sm90Relaunch:
-    """The two launches of one form of step; see :class:`keysieve.repeats.Relaunch`."""
+    """The two launches of one form of step; see :class:`keysieve.repeats.Relaunch`.
 
-    __slots__ = ("_launches", "_lens", "_runner")
+    Args:
+        runner: whose workspace is used.
+        launches: score and select.
+        lens: int32 ``[max_rows]``, where lengths that the kernels cannot read as they are are converted to; or None.
+    """
+
+    __slots__ = ("_current_device", "_index", "_launches", "_lens", "_raw_stream", "_runner")
 
     def __init__(self, runner: Sm90Runner, launches: LaunchList, lens: torch.Tensor | None) -> None:
-        self._runner, self._launches, self._lens = runner, launches, lens
+        self._runner, self._launches, self._lens, self._index = runner, launches, lens, runner.index
+        # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
 
-    def launch(
-        self,
-        codes: torch.Tensor,
-        data: torch.Tensor,
-        weights: torch.Tensor,
-        seq_lens: torch.Tensor,
-        index_table: torch.Tensor,
-        kv_table: torch.Tensor | None,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        positions: torch.Tensor | None,
-    ) -> bool:
-        query, cache = codes.data_ptr(), data.data_ptr()
-        if (query | cache) % 16:
+    def launch(self, addresses: tuple[int, ...], seq_lens: torch.Tensor) -> bool:
+        if (addresses[0] | addresses[1]) & 15:  # the query and the pool are read by bulk copies
             return False
-        values = (
-            query,
-            cache,
-            weights.data_ptr(),
-            seq_lens.data_ptr(),
-            index_table.data_ptr(),
-            0 if kv_table is None else kv_table.data_ptr(),
-            rows.data_ptr(),
-            counts.data_ptr(),
-            0 if positions is None else positions.data_ptr(),
-        )
-        copy = None if self._lens is None else (self._lens.view(seq_lens.shape), seq_lens)
-        self._runner.launch(self._launches, values, copy)
+        index = self._index
+        if self._current_device() != index:
+            with torch.cuda.device(index):
+                return self.launch(addresses, seq_lens)
+        stream = self._raw_stream(index)
+        if stream != self._runner.stream:
+            self._runner.take_turns(stream)
+        if self._lens is not None:
+            self._lens[: seq_lens.numel()].view(seq_lens.shape).copy_(seq_lens)
+        self._launches((*addresses, stream))
         return True
 
 
