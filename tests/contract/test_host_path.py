@@ -1,0 +1,402 @@
+"""A step whose form is known is refused, and launched, exactly as a first call: on a faked device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faked_gpu import CPU, SPEC, Device, arguments, build, call
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import keysieve as ks
+from keysieve import IndexerSpec, repeats
+from keysieve import indexer as indexer_module
+
+Change = Callable[[Any], Any]
+
+
+@pytest.fixture(params=["torch compares forms", "python compares forms"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A faked device, under both ways of comparing the form of tensors."""
+    made = Device()
+    if request.param.startswith("python"):
+        monkeypatch.setattr(repeats, "_works", False)
+    else:
+        assert repeats._torch_compares(), "this torch is one that the comparison was written for"
+    made.install(monkeypatch)
+    return made
+
+
+def moved(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same tensor `by` bytes into an allocation that is 64-byte aligned."""
+    size = tensor.numel() * tensor.element_size()
+    room = torch.zeros(size + 128, dtype=torch.uint8)
+    first = -room.data_ptr() % 64 + by
+    return room[first : first + size].view(tensor.dtype).view(tensor.shape)
+
+
+def stretched(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with gaps between the elements of the last dimension."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with a gap between rows."""
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+OF_TENSORS: dict[str, Change] = {
+    "another of the same form": lambda t: t.clone(),
+    "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "a view of itself": lambda t: t[:],
+    "None": lambda _: None,
+    "a list": lambda t: bytes_of(t).tolist(),
+    "an array": lambda t: bytes_of(t).numpy(),
+    "on meta": lambda t: t.to("meta"),
+    "one row less": lambda t: t[:-1],
+    "one row more": lambda t: torch.cat([bytes_of(t), bytes_of(t)[:1]]).view(t.dtype),
+    "no rows": lambda t: t[:0],
+    "one column less": lambda t: t[..., :-1],
+    "one dimension more": lambda t: t[None],
+    "flat": lambda t: t.reshape(-1),
+    "stretched": lambda t: stretched(bytes_of(t)).view(t.dtype) if t.element_size() == 1 else stretched(t),
+    "padded": lambda t: padded(bytes_of(t)).view(t.dtype),
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "int64": lambda t: bytes_of(t).to(torch.int64),
+    "int16": lambda t: bytes_of(t).to(torch.int16),
+    "uint32": lambda t: bytes_of(t).to(torch.int64).to(torch.uint32),
+    "float16": lambda t: bytes_of(t).to(torch.float16),
+    "bfloat16": lambda t: bytes_of(t).to(torch.bfloat16),
+    "float64": lambda t: bytes_of(t).to(torch.float64),
+    "uint8": lambda t: bytes_of(t).to(torch.uint8),
+    **{f"moved by {by}": lambda t, by=by: moved(t, by) for by in (4, 8, 12, 16, 48)},
+    "moved by a byte": lambda t: moved(t, 1) if t.element_size() == 1 else t,
+}
+OF_INTS: dict[str, Change] = {
+    **{repr(v): lambda _, v=v: v for v in (None, True, False, 0, 1, -1, 63, 128, 1 << 31, 64.0, "64", 32)},
+    "numpy": lambda _: np.int64(64),
+    "a tensor": lambda _: torch.tensor(64),
+}
+OF_CACHES: dict[str, Change] = {
+    "another pool": lambda c: ks.IndexCache(SPEC, c.data.clone()),
+    "equal spec": lambda c: ks.IndexCache(IndexerSpec(heads=8, topk=16), c.data),
+    "other heads": lambda c: ks.IndexCache(IndexerSpec(heads=64, topk=5), c.data),
+    "another format": lambda c: ks.IndexCache(IndexerSpec(heads=8, topk=16, key_format="fp8_ue8m0"), c.data),
+    "mxfp4": lambda _: ks.IndexCache.empty(IndexerSpec(heads=8, topk=16, key_format="mxfp4"), 9),
+    "more pages": lambda _: ks.IndexCache.empty(SPEC, 10),
+    "no pages": lambda _: ks.IndexCache.empty(SPEC, 0),
+    "wide pages": lambda _: ks.IndexCache(
+        SPEC, torch.zeros(9, 9000, dtype=torch.uint8).as_strided((9, 64, 132), (8464, 132, 1))
+    ),
+    "a tensor": lambda c: c.data,
+    "None": lambda _: None,
+    "a subclass": lambda c: type("Mine", (ks.IndexCache,), {})(SPEC, c.data),
+    "on meta": lambda c: ks.IndexCache(SPEC, c.data.to("meta")),
+}
+OF_POSITIONS: dict[str, Change] = {
+    **{repr(v): lambda _, v=v: v for v in (True, False, 1, 0)},
+    "Tensor": lambda _: torch.Tensor,
+}
+CHANGES: list[tuple[str, str, Change]] = [
+    *(
+        (name, what, change)
+        for name in ("query", "weights", "seq_lens", "index_table", "kv_table", "positions", "out", "counts")
+        for what, change in OF_TENSORS.items()
+    ),
+    *((name, what, change) for name in ("kv_page", "block_rows", "site") for what, change in OF_INTS.items()),
+    *(("cache", what, change) for what, change in OF_CACHES.items()),
+    *(("positions", what, change) for what, change in OF_POSITIONS.items()),
+    ("seq_lens", "two dimensions", lambda t: t.view(-1, 2)),
+    ("seq_lens", "two dimensions with gaps", lambda t: stretched(t.view(-1, 2))),
+    ("seq_lens", "two dimensions, int64", lambda t: t.view(-1, 2).long()),
+    ("seq_lens", "[rows, 1]", lambda t: t.view(-1, 1)),
+    ("index_table", "a row per query row", lambda t: t.repeat_interleave(2, 0)),
+    ("kv_table", "a row per query row", lambda t: t.repeat_interleave(2, 0)),
+    ("query", "a pair", lambda t: (t, torch.zeros(t.shape[:2], dtype=torch.int32))),
+]
+MEETINGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "counts in out": lambda a: {"counts": a["out"].view(-1)[: a["counts"].numel()]},
+    "positions are out": lambda a: {"positions": a["out"]},
+    "positions begin in out": lambda a: {"positions": a["out"].view(-1).as_strided(a["out"].shape, (16, 1))},
+    "counts in positions": lambda a: {"counts": a["positions"].view(-1)[-a["counts"].numel() :]},
+    "the tables are one": lambda a: {"kv_table": a["index_table"]},
+}
+
+
+def without(*names: str) -> Callable[[], dict[str, Any]]:
+    """A good call in which these arguments are left out."""
+    return lambda: arguments() | {name: False if name == "positions" else None for name in names}
+
+
+GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+    "all given": arguments,
+    "rows and counts": without("positions"),
+    "nothing given": without("positions", "out", "counts"),
+    "no table": without("kv_table", "positions"),
+    "defaults": without("kv_page", "block_rows", "positions"),
+    "new positions": lambda: arguments() | {"positions": True},
+    "64-bit lengths": lambda: arguments() | {"seq_lens": torch.full((4,), 100, dtype=torch.int64)},
+    "bfloat16 weights": lambda: arguments(dtype=torch.bfloat16),
+}
+
+
+class Outcome:
+    """What a call did: its refusal, or its launches with the addresses of what it returned named."""
+
+    def __init__(self, device: Device, indexer: ks.DecodeIndexer, given: dict[str, Any]) -> None:
+        device.launched.clear()
+        buffers = {name: given[name] for name in ("out", "counts", "positions")}
+        before = {n: t.clone() for n, t in buffers.items() if isinstance(t, torch.Tensor) and not t.is_meta}
+        self.error: tuple[type, str] | None = None
+        self.launched: list[Any] = []
+        try:
+            result = call(indexer, given)
+        except Exception as error:
+            self.error = type(error), str(error)
+            assert not device.launched, "launched, then refused"
+        else:
+            self.launched = named(device.launched, result, buffers)
+            self.returned = [None if t is None else (t.dtype, t.shape, t.stride()) for t in result]
+            assert all(
+                buffers[n] is t for n, t in zip(("out", "counts"), result, strict=False) if buffers[n] is not None
+            )
+        for name, content in before.items():
+            assert torch.equal(bits(buffers[name]), bits(content)), f"{name} was written by the host"
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{self.error or self.launched}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def named(launched: list[Any], result: ks.Selection, buffers: dict[str, Any]) -> list[Any]:
+    """Launches in which the addresses of buffers that the call allocated are named: they differ from call to call."""
+    new = {
+        t.data_ptr(): f"new {name}"
+        for name, t in zip(("out", "counts", "positions"), result, strict=True)
+        if t is not None and t is not buffers[name] and t.numel()
+    }
+    return [(label, tuple(new.get(a, a) if a > 4096 else a for a in args)) for label, args in launched]
+
+
+def same_as_first(device: Device, indexer: ks.DecodeIndexer, given: dict[str, Any]) -> Outcome:
+    """The outcome of a call beside that of the same call by an indexer that knows no forms; fails if they differ."""
+    now = Outcome(device, indexer, given)
+    known, indexer._known = indexer._known, ()
+    first = Outcome(device, indexer, given)
+    indexer._known = known
+    assert now == first
+    return now
+
+
+@pytest.mark.parametrize("good", GOOD)
+def test_a_changed_argument_meets_what_it_meets_first(device: Device, good: str) -> None:
+    """Any one argument changed after a good call: the refusal, or the launches, of a first call; nothing written."""
+    refused = accepted = 0
+    for name, _, change in CHANGES:
+        indexer, given = build(), GOOD[good]()
+        if not isinstance(given[name], torch.Tensor) and name in ("positions", "out", "counts", "kv_table"):
+            continue
+        assert Outcome(device, indexer, given).error is None
+        try:
+            changed = given | {name: change(given[name])}
+        except (RuntimeError, TypeError, ks.KeysieveError):
+            continue  # the change itself is impossible for this tensor
+        if same_as_first(device, indexer, changed).error is None:
+            accepted += 1
+        else:
+            refused += 1
+        assert same_as_first(device, indexer, given).error is None  # and the good call is still one
+    assert refused > 60
+    assert accepted > 25
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_outputs_that_meet_after_a_good_call(device: Device, meeting: str) -> None:
+    indexer, given = build(), arguments()
+    assert Outcome(device, indexer, given).error is None
+    met = same_as_first(device, indexer, given | MEETINGS[meeting](given))
+    assert (met.error is None) == (meeting == "the tables are one")
+
+
+def test_buffers_side_by_side_are_apart(device: Device) -> None:
+    """Rows and positions interleaved in one allocation are accepted, known form or not."""
+    indexer, both = build(), torch.zeros(4, 32, dtype=torch.int32)
+    beside = arguments() | {"out": both[:, :16], "positions": both[:, 16:]}
+    apart = arguments() | {"out": torch.zeros(4, 32, dtype=torch.int32)[:, :16]}
+    apart["positions"] = torch.zeros(4, 32, dtype=torch.int32)[:, 16:]
+    for buffers in (apart, beside, apart, beside):
+        assert same_as_first(device, indexer, buffers).error is None
+
+
+@pytest.mark.parametrize("good", GOOD)
+def test_a_repeated_form_is_not_checked_again(device: Device, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other tests here would compare the checked path with itself. New tensors, addresses read anew."""
+    indexer = build()
+    assert Outcome(device, indexer, GOOD[good]()).error is None
+    again = GOOD[good]()
+    first = Outcome(device, build(), again)
+    monkeypatch.setattr(indexer_module, "check_step", None)  # calling it would be an error
+    known = Outcome(device, indexer, again)
+    assert known.error is None
+    assert len(known.launched) == len(first.launched) == 2
+    given = {v.data_ptr() for v in again.values() if isinstance(v, torch.Tensor)} | {again["cache"].data.data_ptr()}
+    if good == "64-bit lengths":
+        given.remove(again["seq_lens"].data_ptr())  # converted into the indexer's own
+    used = {a for _, args in known.launched for a in args}
+    assert given <= used
+    for (label, now), (first_label, then) in zip(known.launched, first.launched, strict=True):
+        assert label == first_label
+        # All but the workspace, which is each indexer's own: sizes, the caller's addresses, names of new buffers.
+        assert [a for a in now if ours(a, given)] == [a for a in then if ours(a, given)]
+
+
+def ours(argument: int | str, addresses: set[int]) -> bool:
+    return isinstance(argument, str) or argument < 4096 or argument in addresses
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(sorted(GOOD)),
+            st.one_of(st.none(), st.integers(0, len(CHANGES) - 1)),
+            st.sampled_from([2, 4, 6, 8, 10]),
+            st.sampled_from([1, 2]),
+            st.sampled_from([1, 6, 7]),
+        ),
+        min_size=2,
+        max_size=14,
+    )
+)
+def test_any_history_of_calls(device: Device, steps: list[tuple[str, int | None, int, int, int]]) -> None:
+    """Good and bad calls of many forms, more than are remembered: each ends as it would on a fresh indexer."""
+    indexer = build()
+    for good, change, rows, next_n, columns in steps:
+        given = GOOD[good]()
+        fresh = arguments(rows, next_n=next_n, columns=columns)
+        given |= {n: fresh[n] for n, v in given.items() if isinstance(v, torch.Tensor | ks.IndexCache)}
+        if change is not None:
+            name, _, changed = CHANGES[change]
+            try:
+                given[name] = changed(given[name])
+            except (RuntimeError, TypeError, AttributeError, IndexError, ks.KeysieveError):
+                continue
+        outcome = same_as_first(device, indexer, given)
+        assert (outcome.error is None) or rows > 8 or change is not None
+    assert len(indexer._known) <= repeats.MOST_FORMS
+
+
+def test_a_tensor_changed_in_place_is_seen(device: Device) -> None:
+    """The same objects with another form or other memory: what a tensor is now counts, not which object it is."""
+    indexer, given = build(), arguments()
+    assert Outcome(device, indexer, given).error is None
+    given["weights"].resize_(3, 8)
+    assert same_as_first(device, indexer, given).error is not None
+    given["weights"].resize_(4, 8)
+    given["index_table"].set_(torch.zeros(2, 6, dtype=torch.int32))
+    given["cache"].data.set_(torch.zeros(9, 64, 132, dtype=torch.uint8))
+    outcome = same_as_first(device, indexer, given)
+    assert given["cache"].data.data_ptr() in outcome.launched[0][1]
+    given["out"].t_()
+    assert same_as_first(device, indexer, given).error is not None
+
+
+def test_formats_at_the_same_addresses_are_told_apart(device: Device) -> None:
+    """Two FP8 formats have pools of one shape: a plan that ignored the format would read the wrong scales."""
+    indexer, given = build(), arguments()
+    assert Outcome(device, indexer, given).error is None
+    other = ks.IndexCache(IndexerSpec(8, 16, "fp8_ue8m0"), given["cache"].data)
+    error = same_as_first(device, indexer, given | {"cache": other}).error
+    assert error is not None
+    assert "fp8_fp32" in error[1]
+
+
+# ------------------------------------------------------------------------------------------------- streams and devices
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_another_stream_waits_for_the_last_one(device: Device, times: int) -> None:
+    """On the checked path and on the known one; the same stream again waits for nothing."""
+    indexer, given = build(), arguments()
+    for _ in range(times - 1):
+        call(indexer, given)
+    for stream in (5, 5, 9, 5):
+        device.stream = stream
+        call(indexer, given)
+        assert [args[-1] for _, args in device.launched[-2:]] == [stream, stream]
+    assert device.waits == [(5, 0), (9, 5), (5, 9)]
+
+
+def test_a_captured_step_waits_for_nothing(device: Device) -> None:
+    indexer, given = build(), arguments()
+    device.stream, device.capturing = 3, True
+    for _ in range(3):
+        call(indexer, given)
+    assert device.waits == []
+    device.stream, device.capturing = 0, False
+    call(indexer, given)
+    assert device.waits == []  # the eager stream is still the last one that eager steps used
+
+
+def test_launches_enter_the_device_of_the_tensors(device: Device) -> None:
+    indexer, given = build(), arguments()
+    for current in (0, 1, 1, 0):
+        device.index = current
+        call(indexer, given)
+        assert device.index == current
+    assert device.entered == [0, 0]
+    assert len(device.launched) == 8
+
+
+def test_early_release_reaches_the_selection_only(device: Device) -> None:
+    given = arguments()
+    calls = {}
+    for early in (False, True):
+        indexer = build(early_release=early)
+        device.launched.clear()
+        call(indexer, given)
+        calls[early] = list(device.launched)
+        assert ("early release" in repr(indexer)) == early
+    small = [[a for a in args if a < 4096] for early in calls for _, args in calls[early]]
+    assert small[0] == small[2]
+    assert [x - y for x, y in zip(small[3], small[1], strict=True)] == [0] * (len(small[1]) - 3) + [1, 0, 0]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_failed_launch_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer, given = build(), arguments()
+    call(indexer, given)
+
+    def broken(*_: int) -> None:
+        raise RuntimeError("no such kernel image")
+
+    launches: Any = indexer._known[0].relaunch
+    label = launches._launches._calls[1][0].label
+    monkeypatch.setattr(
+        launches._launches, "_calls", [(t, broken, pick) for t, _, pick in launches._launches._calls[1:]]
+    )
+    with pytest.raises(RuntimeError, match=f"launching {label}.* failed: no such kernel image"):
+        call(indexer, given)
+
+
+def test_no_rows_launch_nothing(device: Device) -> None:
+    empty = arguments(0, next_n=1)
+    indexer = build()
+    for _ in range(2):
+        assert call(indexer, empty).rows.shape == (0, 16)
+    assert device.launched == []
+    assert indexer.device == CPU
