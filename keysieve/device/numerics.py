@@ -157,6 +157,13 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
+def relu_bf16x2(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """max(x, 0) of two floats rounded to BF16 (nearest even), packed: `low` in the low half. NaN stays a NaN."""
+    text = "cvt.rn.relu.bf16x2.f32 $0, $1, $2;"  # the first source goes to the high half
+    return asm(text, "=r,f,f", (Uint32,), (high, low), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
 def add_bf16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Packed BF16 a + b, nearest even."""
     return asm("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]

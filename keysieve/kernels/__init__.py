@@ -8,6 +8,7 @@ how to add one.
 CONFIG_MODULES: tuple[str, ...] = (
     "keysieve.kernels.tile_offsets_config",
     "keysieve.kernels.sm90_score_config",
+    "keysieve.kernels.sm100_score_config",
     "keysieve.kernels.select_config",
 )
 """Modules that hold one `KERNEL` (a `keysieve.kernels.base.Kernel`) or a tuple `KERNELS`."""

@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule, score_trace
+from keysieve.kernels.score_frame import Frame
 from keysieve.kernels.sm90_score_config import (
     PAGE_SLOT,
     ScoreConfig,
@@ -76,7 +77,7 @@ class Shared:
         return cute.recast_ptr(self.base + offset, swizzle, dtype=Float8E4M3FN)
 
 
-class ScoreKernel:
+class ScoreKernel(Frame):
     """The scorer of one configuration; `entry` is what is compiled and called."""
 
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
@@ -247,44 +248,6 @@ class ScoreKernel:
             cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def plan(
-        self,
-        shared: Any,
-        lens: Int64,
-        flags: Int64,
-        requests: Int32,
-        limit: Int32,
-        skip: Int32,
-        thread: Int32,
-        warp: Int32,
-        block: Int32,
-    ) -> None:
-        """The prefix table. For few requests the key warp builds it and goes on; the others wait for it."""
-        faults = Int32(0)
-        if requests <= Int32(schedule.few(self.config.next_n)):
-            if warp == self.key_warp:
-                lane = cute.arch.lane_idx()
-                faults = schedule.prefix_of_few(lens, requests, limit, skip, shared.prefix, lane, self.config.next_n)
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=self.shape.threads)
-            else:
-                cute.arch.barrier(barrier_id=1, number_of_threads=self.shape.threads)
-        else:
-            faults = schedule.prefix_of_many(
-                lens,
-                requests,
-                limit,
-                skip,
-                shared.prefix,
-                shared.scratch,
-                thread,
-                self.config.next_n,
-                self.shape.threads,
-            )
-            cute.arch.sync_threads()
-        if faults > Int32(0) and block == Int32(0):
-            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
-
-    @cute.jit
     def ask_for_tables(
         self,
         table: Int64,
@@ -318,18 +281,6 @@ class ScoreKernel:
         """Head weights of the request whose first row is `row`, into a query stage."""
         place = shared.weights + Uint32(stage) * Uint32(self.places.weight_bytes)
         halve_weights(self.config, place, weights, row, lane)
-
-    @cute.jit
-    def report(self, shared: Any, starts: Int64, flags: Int64, requests: Int32, capacity: Int32, total: Int32) -> None:
-        """One warp of block 0: the overflow flag, and the prefix table (int32 [requests + 1]) for the next kernel."""
-        lane = cute.arch.lane_idx()
-        if total > capacity and lane == Int32(0):
-            ptx.red_global(flags, Uint32(1 << schedule.FLAG_OVERFLOW), "or")
-        if cutlass.const_expr(not self.shape.trace):  # noqa: SIM102  # a trace-time test, then a run-time one
-            if starts != Int64(0):
-                for request in cutlass.range(lane, requests + Int32(1), 32, unroll=1):
-                    before = schedule.tiles_before(shared.prefix, request)
-                    ptx.store(starts + Int64(request) * Int64(4), before)
 
 
 def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

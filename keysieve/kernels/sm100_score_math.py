@@ -1,0 +1,291 @@
+"""The Blackwell scorer's products, issued by one warp, and its epilogue: tensor memory to stored logits.
+
+A product takes all 128 keys of a tile (the M side, lanes of tensor memory) by the columns of a chunk of rows (the N
+side). Products are numbered in tile order, chunk after chunk; product p is left in accumulator `p % accumulators` and
+read by epilogue group `p % GROUPS`, so that an accumulator always belongs to one group.
+
+A thread of the epilogue holds one key and sums its heads alone, in an order that depends on the number of heads only:
+
+* fp32: four sums, head h into sum h % 4 by fused multiply-add (the first a product), then (0 + 1) + (2 + 3), times the
+  key's scale, rounded to BF16.
+* bf16: the stock bit rule: ReLU rounded to BF16, two BF16x2 sums by fused multiply-add, the first takes head pairs
+  (0, 1) and (4, 5) of every 8, the second (2, 3) and (6, 7); added as BF16x2, then low + high as BF16; times the key's
+  scale in float32, rounded to BF16.
+
+MXFP4 has its scales inside the products.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from keysieve.device import numerics, ptx, sync, tcgen05
+from keysieve.kernels import sm100_score_words as words
+from keysieve.kernels.sm90_score_math import key_scale, release, row_places, store_rows
+from keysieve.kernels.sm100_score_config import (
+    GROUPS,
+    K_BYTES,
+    SCALE_BYTES,
+    WARPS,
+    key_scale_words,
+    key_tile,
+    padded,
+    query_rows,
+    query_scale_column,
+    query_scale_words,
+    sum_column,
+)
+from keysieve.spec import TILE
+
+LOAD_COLUMNS = 64
+"""Columns an epilogue thread takes from tensor memory at a time: registers."""
+
+
+# ------------------------------------------------------------------------------------------------- the matrix warp
+
+
+@cute.jit
+def multiply(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: Int32) -> None:
+    """All products of the block's tiles, by one warp. A commit tracks the products of its own thread alone: products,
+    copies and commits all stand under an election among the whole warp, which falls on the same lane every time."""
+    shape = kernel.shape
+    tensor = ptx.load_shared(shared.tensor)
+    stage = Int32(0)
+    phase = Int32(0)
+    slot = Int32(0)
+    slot_phase = Int32(1)  # parity 1 passes on a fresh barrier
+    held = Int32(-1)
+    for _ in cutlass.range(first, last, unroll=1):
+        sync.wait_barrier(shared.key_full + stage, phase)
+        _owner, _tile, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
+        sequence = Int32(sequence_word)
+        if sequence != held:  # requests come one by one: every tile passes here
+            if held >= Int32(0):
+                with cute.arch.elect_one():
+                    tcgen05.commit(ptx.smem_addr(shared.query_empty + held % Int32(shape.query_stages)))
+            held = sequence
+            query_stage = held % Int32(shape.query_stages)
+            sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+            if cutlass.const_expr(not kernel.config.format.is_fp8):
+                with cute.arch.elect_one():
+                    copy_query_scales(kernel, shared, tensor, query_stage)
+        if cutlass.const_expr(not kernel.config.format.is_fp8):
+            sync.wait_barrier(shared.scales_ready + stage, phase)
+        for chunk in cutlass.range_constexpr(len(kernel.chunks)):
+            sync.wait_barrier(shared.sum_empty + slot, slot_phase)
+            tcgen05.fence_after()
+            with cute.arch.elect_one():
+                if cutlass.const_expr(chunk == 0 and not kernel.config.format.is_fp8):
+                    copy_key_scales(kernel, shared, tensor, stage)
+                issue(kernel, shared, tensor, chunk, stage, held % Int32(shape.query_stages), slot)
+                if cutlass.const_expr(chunk + 1 == len(kernel.chunks)):
+                    tcgen05.commit(ptx.smem_addr(shared.key_empty + stage))
+                tcgen05.commit(ptx.smem_addr(shared.sum_full + slot))
+            slot = slot + Int32(1)
+            if slot == Int32(shape.accumulators):
+                slot = Int32(0)
+                slot_phase = slot_phase ^ Int32(1)
+        stage = stage + Int32(1)
+        if stage == Int32(shape.stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+
+
+def descriptor(constant: int, address: Uint32) -> Int64:
+    """A shared-memory descriptor: its constant fields and the start address in units of 16 bytes."""
+    if constant >= 1 << 63:  # as the signed number with these bits
+        constant -= 1 << 64
+    return Int64(constant) | Int64((address & Uint32(0x3FFFF)) >> Uint32(4))
+
+
+def issue(kernel: Any, shared: Any, tensor: Uint32, chunk: int, stage: Int32, query_stage: Int32, slot: Int32) -> None:
+    """One product: the instructions along K, the first of which overwrites the accumulator."""
+    config, places, columns = kernel.config, kernel.places, kernel.tensor
+    start, rows = kernel.chunks[chunk]
+    n = padded(rows * config.heads)
+    constant = words.operand_descriptor(config.row_bytes)
+    a = descriptor(constant, shared.origin + key_tile(places, Uint32(stage)))
+    b = descriptor(constant, shared.origin + query_rows(config, places, start, Uint32(query_stage)))
+    d = tensor + sum_column(config, columns, Uint32(slot), 0)
+    for step in range(config.steps):
+        along = Int64(words.encoded(K_BYTES * step))
+        if config.format.is_fp8:
+            tcgen05.product_f8(d, a + along, b + along, words.f8_word(n), step > 0)
+        else:
+            word = words.mxf4_word(n, 2 * step)
+            key_scales = tensor + Uint32(columns.key_scales)
+            query_scales = tensor + Uint32(query_scale_column(columns, chunk))
+            tcgen05.product_mxf4(d, a + along, b + along, word, key_scales, query_scales, step > 0)
+
+
+def copy_query_scales(kernel: Any, shared: Any, tensor: Uint32, query_stage: Int32) -> None:
+    """MXFP4: a request's scale words to tensor memory, 128 columns of the product each; in order with the products."""
+    for chunk in range(len(kernel.chunks)):
+        source = shared.origin + query_scale_words(kernel.places, chunk, Uint32(query_stage))
+        target = tensor + Uint32(query_scale_column(kernel.tensor, chunk))
+        tcgen05.copy_scales(target, descriptor(words.scale_descriptor(), source))
+
+
+def copy_key_scales(kernel: Any, shared: Any, tensor: Uint32, stage: Int32) -> None:
+    """MXFP4: a tile's scale words to tensor memory; in order with the products."""
+    source = shared.origin + key_scale_words(kernel.places, Uint32(stage))
+    target = tensor + Uint32(kernel.tensor.key_scales)
+    tcgen05.copy_scales(target, descriptor(words.scale_descriptor(), source))
+
+
+# ------------------------------------------------------------------------------------------------- the epilogue
+
+
+@cute.jit
+def finish(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    targets: Any,
+    thread: Int32,
+    first: Int32,
+    last: Int32,
+) -> None:
+    """One epilogue warpgroup: every GROUPS-th product of the block, in order."""
+    config = kernel.config
+    shape = kernel.shape
+    lane = cute.arch.lane_idx()
+    group = cute.arch.make_warp_uniform(thread // Int32(32 * WARPS))
+    warp = cute.arch.make_warp_uniform((thread // Int32(32)) % Int32(WARPS))
+    key = warp * Int32(32) + lane
+    lanes = ptx.load_shared(shared.tensor) + (Uint32(warp * Int32(32)) << Uint32(16))
+    held = Int32(-1)
+    row = Int64(0)
+    stride = Int64(0)
+    stage = Int32(0)
+    phase = Int32(0)
+    slot = Int32(0)
+    slot_phase = Int32(0)
+    turn = group
+    for _ in cutlass.range(first, last, unroll=1):
+        for chunk in cutlass.range_constexpr(len(kernel.chunks)):
+            if turn == Int32(0):
+                turn = Int32(GROUPS)
+                sync.wait_barrier(shared.sum_full + slot, slot_phase)
+                tcgen05.fence_after()
+                # There are sums, so the tile has landed; this wait makes its words visible to this thread.
+                sync.wait_barrier(shared.key_full + stage, phase)
+                place = shared.descriptors + Uint32(stage) * Uint32(16)
+                owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(place)
+                sequence = Int32(sequence_word)
+                scale = tile_scale(kernel, shared, stage, key)
+                release(shared.key_empty + stage)
+                if sequence != held:
+                    while held < sequence:  # requests this group had no product of are released as well, in order
+                        if held >= Int32(0):
+                            release(shared.query_empty + held % Int32(shape.query_stages))
+                        held = held + Int32(1)
+                        query_stage = held % Int32(shape.query_stages)
+                        sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+                    row, stride = row_places(config, shared, targets, Int32(owner))
+                finish_product(
+                    kernel,
+                    shared,
+                    targets,
+                    lanes,
+                    chunk,
+                    slot,
+                    held % Int32(shape.query_stages),
+                    scale,
+                    Int32(tile_word) * Int32(TILE) + key,
+                    row,
+                    stride,
+                    lane,
+                )
+            turn = turn - Int32(1)
+            slot = slot + Int32(1)
+            if slot == Int32(shape.accumulators):
+                slot = Int32(0)
+                slot_phase = slot_phase ^ Int32(1)
+        stage = stage + Int32(1)
+        if stage == Int32(shape.stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+    if held >= Int32(0):
+        release(shared.query_empty + held % Int32(shape.query_stages))
+
+
+def tile_scale(kernel: Any, shared: Any, stage: Int32, key: Int32) -> Float32:
+    """The scale of this thread's key, from the tile's words (MXFP4: none left to apply)."""
+    if not kernel.config.format.is_fp8:
+        return Float32(1.0)
+    return key_scale(kernel.config, shared.scales + Uint32(stage) * Uint32(SCALE_BYTES) + Uint32(key) * Uint32(4))
+
+
+@cute.jit
+def finish_product(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    targets: Any,
+    lanes: Uint32,
+    chunk: cutlass.Constexpr[int],
+    slot: Int32,
+    query_stage: Int32,
+    scale: Float32,
+    position: Int32,
+    row: Int64,
+    stride: Int64,
+    lane: Int32,
+) -> None:
+    """One product's sums out of tensor memory, some rows at a time, and their logits. position: of this lane's key."""
+    config = kernel.config
+    heads = config.heads
+    start, rows = kernel.chunks[chunk]
+    each = max(1, LOAD_COLUMNS // heads)
+    weights = shared.weights + Uint32(query_stage) * Uint32(kernel.places.weight_bytes)
+    row_bytes = heads * (4 if config.numerics == "fp32" else 2)
+    lengths = shared.lengths + Uint32(query_stage) * Uint32(32)
+    for at in cutlass.range_constexpr(0, rows, each):
+        count = min(each, rows - at)
+        values = tcgen05.load(lanes + sum_column(config, kernel.tensor, Uint32(slot), at), count * heads)
+        if cutlass.const_expr(at + count == rows):  # the accumulator is free as soon as it is in registers
+            tcgen05.fence_before()
+            release(shared.sum_empty + slot)
+        logits = [
+            head_sum(kernel, values[i * heads : (i + 1) * heads], weights + Uint32((start + at + i) * row_bytes), scale)
+            for i in range(count)
+        ]
+        for pair in cutlass.range_constexpr(0, count, 2):
+            store_rows(
+                config, targets, logits[pair : pair + 2], start + at + pair, lengths, position, row, stride, lane, 1
+            )
+
+
+def head_sum(kernel: Any, dots: Any, weights: Uint32, scale: Float32) -> Float32:
+    """The logit of one row before its rounding to BF16. weights: shared address of the row's."""
+    config = kernel.config
+    total = sum_fp32(config, dots, weights) if config.numerics == "fp32" else sum_bf16(dots, weights)
+    return numerics.mul(total, scale) if config.format.is_fp8 else total
+
+
+def sum_fp32(config: Any, dots: Any, weights: Uint32) -> Float32:
+    """Four float32 sums, head h into sum h % 4; then (0 + 1) + (2 + 3)."""
+    parts: list[Any] = [None] * 4
+    for block in range(config.heads // 4):
+        four = ptx.load_shared_v4(weights + Uint32(16 * block))
+        for i in range(4):
+            weight = numerics.bits_float(four[i])
+            if config.format.is_fp8:  # weights are halved; no dot of E4M3 codes comes near the limit of doubling
+                relu = numerics.twice_relu(dots[4 * block + i])
+            else:
+                relu = numerics.max_nan(dots[4 * block + i], Float32(0.0))
+            parts[i] = numerics.mul(relu, weight) if block == 0 else numerics.fma(relu, weight, parts[i])
+    return numerics.add(numerics.add(parts[0], parts[1]), numerics.add(parts[2], parts[3]))
+
+
+def sum_bf16(dots: Any, weights: Uint32) -> Float32:
+    """The stock BF16 sum over heads (8 at a time), as a float."""
+    parts = [Uint32(0), Uint32(0)]
+    for block in range(len(dots) // 8):
+        four = ptx.load_shared_v4(weights + Uint32(16 * block))
+        for i in range(4):
+            low, high = dots[8 * block + 2 * i], dots[8 * block + 2 * i + 1]
+            parts[i % 2] = numerics.fma_bf16x2(numerics.relu_bf16x2(low, high), four[i], parts[i % 2])
+    both = numerics.add_bf16x2(parts[0], parts[1])
+    return numerics.bf16_to_float(numerics.add_bf16(both, both >> Uint32(16)))
