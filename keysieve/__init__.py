@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from keysieve import dcp, reference
 from keysieve.api import DecodeIndexer, score, topk, workspace_bytes
-from keysieve.backends import DeviceFaultWarning, supports
+from keysieve.backends import supports
 from keysieve.cache import IndexCache
-from keysieve.checks import DeviceFault, KeysieveError, UnsupportedError
+from keysieve.checks import DeviceFault, DeviceFaultWarning, KeysieveError, UnsupportedError
 from keysieve.inputs import Selection
 from keysieve.quantize import fold_weights, quantize_query
 from keysieve.reference.dcp_maps import local_seq_lens

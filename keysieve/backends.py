@@ -7,7 +7,6 @@ A backend turns checked inputs into results; it never checks arguments again and
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,10 +26,6 @@ ARCHITECTURES: Final = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
 
 GPU_HOSTS: Final[dict[str, str]] = {"sm90": "keysieve.sm90"}
 """GPU backend name -> module whose ``make()`` returns its :class:`Backend`. Imported when first asked for."""
-
-
-class DeviceFaultWarning(RuntimeWarning):
-    """A stateless call on the CPU met what would raise a device flag on a GPU; its text says what and where."""
 
 
 class Runner(Protocol):
@@ -92,23 +87,18 @@ class CpuBackend:
     def score(self, step: Step, max_len: int | None, out: torch.Tensor | None) -> torch.Tensor:
         faults = Faults()
         logits = score_checked(step, max_len, faults)
-        _warn(faults)
+        faults.warn(stacklevel=3)
         return logits if out is None else out.copy_(logits)
 
     def topk(self, call: TopkCall, out: torch.Tensor | None, counts: torch.Tensor | None) -> tuple[Any, Any]:
         faults = Faults()
         chosen, number = topk_checked(call, faults)
-        _warn(faults)
+        faults.warn(stacklevel=3)
         return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)
 
     def runner(self, plan: Plan, device: torch.device) -> CpuRunner:
         del device
         return CpuRunner(plan)
-
-
-def _warn(faults: Faults) -> None:
-    if faults:
-        warnings.warn(str(faults), DeviceFaultWarning, stacklevel=4)
 
 
 _LOADED: dict[str, Backend] = {"cpu": CpuBackend()}

@@ -14,7 +14,7 @@ import torch
 
 from keysieve.checks import describe, refuse, require_int, require_tensor
 from keysieve.quantize import check_write_options, decode_scales, dequantize_keys, quantize_keys
-from keysieve.spec import PAGE, IndexerSpec, KeyFormat
+from keysieve.spec import PAGE, IndexerSpec, KeyFormat, require_spec
 
 ALIGNMENT: Final = 16
 """Bytes that a cache's base address and page stride are multiples of, so that kernels may read 16 bytes at a time."""
@@ -91,6 +91,13 @@ def _check_pool(spec: IndexerSpec, data: torch.Tensor) -> torch.Tensor:
     return data
 
 
+def _rebuilt(
+    spec: IndexerSpec, data: torch.Tensor, scale_rounding: str | None, fp4_rounding: str, amax_floor: float | None
+) -> IndexCache:
+    """An unpickled cache: its planes are views of its data again."""
+    return IndexCache(spec, data, scale_rounding=scale_rounding, fp4_rounding=fp4_rounding, amax_floor=amax_floor)
+
+
 class IndexCache:
     """A paged pool of quantised indexer keys, in the bytes that the contract fixes.
 
@@ -119,6 +126,7 @@ class IndexCache:
         fp4_rounding: str = "half_even",
         amax_floor: float | None = None,
     ) -> None:
+        require_spec(spec)
         check_write_options(spec.format, scale_rounding, fp4_rounding, amax_floor)
         self._data = _check_pool(spec, tensor)
         self._spec = spec
@@ -140,9 +148,15 @@ class IndexCache:
         amax_floor: float | None = None,
     ) -> IndexCache:
         """A new pool of ``pages`` dense pages on ``device``, contents undefined until appended to."""
+        require_spec(spec)
         require_int("pages", pages, 0, _MAX_PAGES, "Give the number of 64-token pages.")
         tensor = torch.empty((pages, PAGE, spec.format.width), dtype=torch.uint8, device=device)
         return cls(spec, tensor, scale_rounding=scale_rounding, fp4_rounding=fp4_rounding, amax_floor=amax_floor)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The planes are views of `data`: pickled as they are they would come back as pools of their own.
+        options = (self._scale_rounding, self._fp4_rounding, self._amax_floor)
+        return _rebuilt, (self._spec, self._data, *options)
 
     # --- what it is ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ were. This module is a leaf: it imports nothing of keysieve.
 
 from __future__ import annotations
 
+import numbers
+import operator
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ class DeviceFault(RuntimeError):
     """A kernel met something the host could not see beforehand and raised its device flag."""
 
 
+class DeviceFaultWarning(RuntimeWarning):
+    """A stateless call on the CPU met what would raise a device flag on a GPU; its text says what and where."""
+
+
 def message(argument: str, *, got: object, accepted: str, remedy: str) -> str:
     """The text of a refusal."""
     return f"{argument}: got {got}; accepted: {accepted}. {remedy}"
@@ -35,13 +41,24 @@ def refuse(argument: str, *, got: object, accepted: str, remedy: str) -> NoRetur
 
 
 def require_int(argument: str, value: object, low: int, high: int, remedy: str) -> int:
-    """``value`` as an int within ``low..high``, or a refusal. A bool is not an int here."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    """``value`` as an int within ``low..high``, or a refusal. A bool is not an int here, and nothing is rounded."""
+    try:
+        # Tensors and arrays have an __index__ that fails unless they hold one integer; int() would cut 2.5 to 2.
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # what it is for
+    except TypeError:
+        number = None
+    if number is None:
         refuse(argument, got=f"{value!r} ({type(value).__name__})", accepted=f"an int in {low}..{high}", remedy=remedy)
-    number = int(value)
     if not low <= number <= high:
         refuse(argument, got=number, accepted=f"an int in {low}..{high}", remedy=remedy)
     return number
+
+
+def require_float(argument: str, value: object, remedy: str) -> float:
+    """``value`` as a float if it is a real number (a bool or a tensor is not), or a refusal."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(argument, got=f"{value!r} ({type(value).__name__})", accepted="a number", remedy=remedy)
+    return float(value)
 
 
 def require_choice(argument: str, value: object, choices: tuple[object, ...], remedy: str) -> None:

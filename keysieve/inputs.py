@@ -14,7 +14,7 @@ import torch
 
 from keysieve.cache import IndexCache, require_cache
 from keysieve.checks import describe, refuse, require_int, require_tensor
-from keysieve.spec import MAX_NEXT_N, PAGE, TILE, IndexerSpec, request_tiles
+from keysieve.spec import MAX_NEXT_N, PAGE, TILE, IndexerSpec, request_tiles, require_spec
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """E4M3 codes ``[rows, heads, 128]``; MXFP4: ``(E2M1 bytes [rows, heads, 64], UE8M0 words int32 [rows, heads])``."""
@@ -100,9 +100,7 @@ class Selection(NamedTuple):
 
 def check_spec(spec: object) -> IndexerSpec:
     """``spec`` if it is an IndexerSpec."""
-    if not isinstance(spec, IndexerSpec):
-        refuse("spec", got=type(spec).__name__, accepted="an IndexerSpec", remedy="Build ks.IndexerSpec(...).")
-    return spec
+    return require_spec(spec)
 
 
 def query_of(query: Query) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from keysieve.checks import refuse, require_choice, require_tensor
+from keysieve.checks import refuse, require_choice, require_float, require_tensor
 from keysieve.spec import (
     AMAX_FLOOR_FP8,
     AMAX_FLOOR_MXFP4,
@@ -32,6 +32,7 @@ from keysieve.spec import (
     MX_BLOCK,
     IndexerSpec,
     KeyFormat,
+    require_spec,
 )
 
 SCALE_ROUNDINGS: Final = ("plain", "pow2")
@@ -82,7 +83,7 @@ def encode_e2m1(x: torch.Tensor, rounding: str = "half_even") -> torch.Tensor:
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """E2M1 bytes [..., n] (uint8) -> float32 [..., 2n]."""
-    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=packed.device)
+    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), dtype=torch.float32, device=packed.device)
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     return values[nibbles.to(torch.int32)]
 
@@ -124,8 +125,8 @@ def check_write_options(
     default, low = (AMAX_FLOOR_FP8, _SMALLEST_FP8_FLOOR) if fmt.is_fp8 else (AMAX_FLOOR_MXFP4, AMAX_FLOOR_MXFP4)
     if amax_floor is None:
         return default
-    if not low <= amax_floor <= 1.0:
-        remedy = f"Use None for the default of {fmt.name}, {default:g}, or 1e-4."
+    remedy = f"Use None for the default of {fmt.name}, {default:g}, or 1e-4."
+    if not low <= require_float("amax_floor", amax_floor, remedy) <= 1.0:
         refuse("amax_floor", got=amax_floor, accepted=f"None or {low:g}..1", remedy=remedy)
     return float(amax_floor)
 
@@ -188,7 +189,7 @@ def quantize_keys(
     Raises:
         KeysieveError: wrong shape, dtype or option.
     """
-    fmt = spec.format
+    fmt = require_spec(spec).format
     floor = check_write_options(fmt, scale_rounding, fp4_rounding, amax_floor)
     require_tensor("keys", keys, dtypes=(torch.float32, torch.bfloat16), shape=(None, HEAD_DIM))
     if fmt.scale_kind == "ue8m0x4":
@@ -255,7 +256,7 @@ def quantize_query(
     Raises:
         KeysieveError: wrong shape, dtype or option.
     """
-    fmt = spec.format
+    fmt = require_spec(spec).format
     require_choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS, "See keysieve.quantize.SCALE_ROUNDINGS.")
     floor = check_write_options(fmt, None, fp4_rounding, amax_floor)
     require_tensor("q", q, dtypes=(torch.float32, torch.bfloat16), shape=(None, spec.heads, HEAD_DIM))
@@ -284,6 +285,8 @@ def fold_weights(w: torch.Tensor, q_scale: torch.Tensor | None, softmax_scale: f
     Raises:
         KeysieveError: wrong shape or dtype.
     """
+    remedy = "Pass the attention's softmax scale, head_dim**-0.5 in the published models."
+    factor = require_float("softmax_scale", softmax_scale, remedy)
     require_tensor("w", w, dtypes=(torch.float32, torch.bfloat16), shape=(None, None))
     heads = w.shape[-1]
     require_choice("w.shape[-1]", heads, HEADS, "Pass the weights as [rows, heads], padded with zero heads.")
@@ -291,4 +294,4 @@ def fold_weights(w: torch.Tensor, q_scale: torch.Tensor | None, softmax_scale: f
     if q_scale is not None:
         require_tensor("q_scale", q_scale, dtypes=(torch.float32,), shape=tuple(w.shape), device=w.device)
         folded = folded.mul_(q_scale)
-    return folded.mul_(softmax_scale).mul_(heads**-0.5)
+    return folded.mul_(factor).mul_(heads**-0.5)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from keysieve.checks import require_choice, require_int
+from keysieve.checks import refuse, require_choice, require_int
 
 HEAD_DIM: Final = 128
 """Elements of one indexer key and of one head of an indexer query."""
@@ -205,9 +205,15 @@ class IndexerSpec:
 
     def __post_init__(self) -> None:
         head_remedy = "Pad the query and the head weights with zero heads up to the next accepted count."
-        require_int("heads", self.heads, 1, max(HEADS), head_remedy)
+        whole = {
+            "heads": require_int("heads", self.heads, 1, max(HEADS), head_remedy),
+            "topk": require_int("topk", self.topk, 1, MAX_TOPK, "Select fewer keys per row."),
+            "page": require_int("page", self.page, 1, MAX_CONTEXT, "Allocate the index cache with 64 tokens a page."),
+            "head_dim": require_int("head_dim", self.head_dim, 1, 1 << 16, "The supported models' indexers have 128."),
+        }
+        for name, value in whole.items():  # plain ints whatever was given, so that hashes, reprs and operators agree
+            object.__setattr__(self, name, value)
         require_choice("heads", self.heads, HEADS, head_remedy)
-        require_int("topk", self.topk, 1, MAX_TOPK, "Select fewer keys per row.")
         require_choice("key_format", self.key_format, tuple(FORMATS), "Name the format the cache is written in.")
         require_choice("page", self.page, (PAGE,), "Allocate the index cache with 64 tokens a page.")
         require_choice("numerics", self.numerics, (None, *NUMERICS), "Use None for the backend's default.")
@@ -221,3 +227,10 @@ class IndexerSpec:
     def numerics_on(self, backend: str) -> str:
         """The numerics that ``backend`` uses for this spec: the spec's own choice, else the backend's default."""
         return self.numerics or ("bf16" if backend == "sm100" else "fp32")
+
+
+def require_spec(spec: object) -> IndexerSpec:
+    """``spec`` if it is an IndexerSpec, or a refusal."""
+    if not isinstance(spec, IndexerSpec):
+        refuse("spec", got=type(spec).__name__, accepted="an IndexerSpec", remedy="Build ks.IndexerSpec(...).")
+    return spec

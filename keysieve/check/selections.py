@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from keysieve.api import topk
-from keysieve.backends import DeviceFaultWarning
 from keysieve.check import brute
 from keysieve.check.steps import as_int32
 from keysieve.check.trial import Scope, bits16, generators, shown, thirds
 from keysieve.check.writers import require
+from keysieve.checks import DeviceFaultWarning
 from keysieve.reference.dcp_maps import local_seq_lens
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge, saturated_ranks

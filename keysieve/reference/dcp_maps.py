@@ -14,6 +14,8 @@ import torch
 from keysieve.checks import refuse, require_int
 from keysieve.spec import MAX_CONTEXT, MAX_WORLD
 
+_INT32_MAX = 2**31 - 1
+
 Index = TypeVar("Index", int, torch.Tensor)
 
 
@@ -95,4 +97,5 @@ def _local_lens(seq_lens: torch.Tensor, world: int, rank: int | torch.Tensor, in
     lens = seq_lens.to(torch.int64).clamp_min(0)
     whole = lens // (interleave * world) * interleave
     rest = lens % (interleave * world) - rank * interleave
-    return (whole + rest.clamp(0, interleave)).to(torch.int32)
+    # Beyond int32 a length stays beyond every limit, so that whoever checks limits still refuses it.
+    return (whole + rest.clamp(0, interleave)).clamp_max(_INT32_MAX).to(torch.int32)

@@ -37,11 +37,23 @@ def local_topk(
         ``(words, counts)``: candidate rows int32 ``[rows, n + planes * ceil(n / 32)]`` and int32 ``[rows]``.
 
     Raises:
-        KeysieveError: a wrong dtype or shape, or a row with more keys than ``planes`` can index.
+        KeysieveError: a wrong dtype or shape, a row longer than its logits, or with more keys than ``planes`` can
+            index.
     """
     require_int("n", n, 1, MAX_TOPK, "Offer between topk / world and topk candidates a row.")
-    require_int("planes", planes, 1, MAX_PLANES, "Use keysieve.spec.index_planes(longest local length).")
+    require_planes(planes)
+    kinds = (torch.int32, torch.int64)
+    logits = require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True)
+    local_lens = require_tensor("local_lens", local_lens, dtypes=kinds, shape=(logits.shape[0],), device=logits.device)
     longest = int(local_lens.max()) if local_lens.numel() else 0
+    if longest > logits.shape[1]:
+        # Left empty on this rank alone, the row would lose winners in the merge.
+        refuse(
+            "local_lens",
+            got=f"a row of {longest} local keys for logits of {logits.shape[1]} columns",
+            accepted=f"at most {logits.shape[1]}",
+            remedy="Score all of this rank's keys of every row.",
+        )
     if longest > 1 << (16 + planes):
         refuse(
             "planes",
@@ -54,6 +66,12 @@ def local_topk(
     keys = key16(logits.gather(1, local.clamp_min(0))) if logits.shape[1] else torch.zeros_like(picked)
     keys = torch.where(local < 0, torch.zeros_like(keys), keys)
     return pack_candidates(keys, local, planes), counts
+
+
+def require_planes(planes: object) -> int:
+    """``planes`` if candidate rows can have that many bit planes, or a refusal."""
+    remedy = "Use keysieve.spec.index_planes(longest local length), the same on all ranks."
+    return require_int("planes", planes, 1, MAX_PLANES, remedy)
 
 
 def pack_candidates(keys: torch.Tensor, local: torch.Tensor, planes: int) -> torch.Tensor:
@@ -107,6 +125,11 @@ def entries_of(words: int, planes: int) -> int:
 
 def require_candidates(argument: str, words: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     """``words`` of all ranks as one int32 ``[world, rows, words]`` tensor."""
+    accepted = "int32 [world, rows, words], or a list of world tensors [rows, words]"
+    listed = words if isinstance(words, list | tuple) else [words]
+    if not listed or not all(isinstance(w, torch.Tensor) for w in listed):
+        got = ", ".join(type(w).__name__ for w in listed) or "an empty list"
+        refuse(argument, got=got, accepted=accepted, remedy="Pass the candidate rows of all ranks in rank order.")
     if isinstance(words, list | tuple):
         shapes = {tuple(w.shape) for w in words}
         if len(shapes) != 1:
@@ -121,7 +144,7 @@ def require_candidates(argument: str, words: torch.Tensor | list[torch.Tensor]) 
         refuse(
             argument,
             got=describe(words),
-            accepted="int32 [world, rows, words], or a list of world tensors [rows, words]",
+            accepted=accepted,
             remedy="Stack the candidate rows of all ranks in rank order.",
         )
     return require_tensor(argument, words, dtypes=(torch.int32,), shape=(None, None, None))

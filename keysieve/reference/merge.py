@@ -20,7 +20,7 @@ import torch
 from keysieve.checks import refuse, require_int, require_tensor
 from keysieve.inputs import check_placement
 from keysieve.reference.dcp_maps import check_sharding, global_positions, lens_of_all_ranks
-from keysieve.reference.local_topk import require_candidates, unpack_candidates
+from keysieve.reference.local_topk import require_candidates, require_planes, unpack_candidates
 from keysieve.reference.rows import physical_rows
 from keysieve.spec import MAX_TOPK
 
@@ -82,12 +82,13 @@ def merge(
     world, rows, _ = words.shape
     require_int("k", k, 1, MAX_TOPK, "Select fewer keys per row.")
     check_sharding(world, rank, interleave)
+    require_planes(planes)
     order, n = _orders(words, interleave, planes)
     if n > k:
         refuse("words", got=f"lists of {n} candidates for k={k}", accepted="n <= k", remedy="Offer at most k a rank.")
     if seq_lens is not None:
         seq_lens = require_tensor("seq_lens", seq_lens, dtypes=(torch.int32, torch.int64), shape=(rows,))
-        _check_lists("words", order, seq_lens, interleave, n, torch.ones(rows, world, dtype=torch.bool))
+        _check_lists("words", order, seq_lens, interleave, n, order.new_ones((rows, world), dtype=torch.bool))
     saturated = _saturated(order, k, n, seq_lens, interleave)
     if bool(saturated.any()):
         order = _with_second(order, saturated, second, k, interleave, planes, seq_lens)
@@ -117,6 +118,8 @@ def saturated_ranks(
     Every rank computes the same from the same words, so nobody has to be told.
     """
     words = require_candidates("words", words)
+    check_sharding(words.shape[0], 0, interleave)
+    require_planes(planes)
     order, n = _orders(words, interleave, planes)
     return _saturated(order, k, n, seq_lens, interleave).T.contiguous()
 

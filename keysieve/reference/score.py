@@ -227,4 +227,8 @@ def score(
         bfloat16 ``[rows, max_len]``: -inf past a row's length. Without ``max_len``: the longest length.
     """
     step = check_step(spec, query, cache, weights, seq_lens, index_table, device="cpu")
-    return score_checked(step, check_max_len(max_len), Faults() if faults is None else faults)
+    found = Faults() if faults is None else faults
+    result = score_checked(step, check_max_len(max_len), found)
+    if faults is None:
+        found.warn(stacklevel=2)
+    return result

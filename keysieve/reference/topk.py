@@ -173,4 +173,8 @@ def topk(
         int32 ``[rows, k]``: ascending positions, or with ``kv_table`` their physical rows, then -1; and counts.
     """
     call = check_topk(logits, lengths, k, kv_table, kv_page, block_rows, row_request)
-    return topk_checked(call, Faults() if faults is None else faults)
+    found = Faults() if faults is None else faults
+    result = topk_checked(call, found)
+    if faults is None:
+        found.warn(stacklevel=2)
+    return result
