@@ -297,11 +297,12 @@ def logits(
 
 def real_logits(
     key_format: str, query: U8, query_scales: U8 | None, weights: F32, keys: U8, key_scale_bytes: U8
-) -> tuple[F64, F64, F64]:
-    """One row's logits over n keys in float64, the magnitude that errors are relative to, and the largest step.
+) -> tuple[F64, F64, F64, Bool]:
+    """One row's logits over n keys in float64, for holding a computation with rounding in its dots to a bound.
 
-    The magnitude of a key is ``|scale| * sum_h |w_h| * sum_d |q_hd * k_d|``, block scales included (MXFP4). The
-    largest step bounds whatever a computation meets on the way: dots, head sums and logits.
+    Returns the logits; the magnitude that errors are relative to, ``|scale| * sum_h |w_h| * sum_d |q_hd * k_d|``, block
+    scales included (MXFP4); the largest step, which bounds whatever is met on the way (dots, head sums, logits; NaN
+    or infinity where that is not finite); and where a NaN among the inputs makes the logit NaN.
 
     Args:
         query, query_scales, weights, keys, key_scale_bytes: as in :func:`logits`.
@@ -321,7 +322,9 @@ def real_logits(
         products = np.abs(q) @ np.abs(k).T
         sums = np.abs(wide) @ products
         magnitude = np.abs(scale) * sums
-        return value, magnitude, np.maximum(np.maximum(sums, magnitude), products.max(axis=0))
+        largest = np.maximum(np.maximum(sums, magnitude), products.max(axis=0))
+        nan = np.isnan(products).any(axis=0) | np.isnan(scale) | np.isnan(wide).any()
+        return value, magnitude, largest, nan
 
 
 # --- selection -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=None, help="of the run; default: drawn from the clock, and printed")
     parser.add_argument("--stage", default=None, metavar="A,B", help="only these stages; `--stage help` lists them")
     parser.add_argument("--replay", type=int, default=None, metavar="SEED", help="one case of one --stage, by its seed")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a mismatch, up to ten of them")
     parser.add_argument(
         "--protocol",
         choices=("small", "large"),
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
             seconds=seconds,
             cases=args.cases,
             progress=progress.show,
+            stop_after=10 if args.keep_going else 1,
+            shrink_seconds=5.0 if args.keep_going else 20.0,
         )
     return _report(tally, args)
 
@@ -112,6 +115,10 @@ def _failure_text(failure: Failure, args: argparse.Namespace) -> str:
     )
 
 
+def _so_far(tally: Tally) -> str:
+    return f"{tally.total:,} cases, {len(tally.failures) or 'no'} mismatch{'es' if len(tally.failures) > 1 else ''}"
+
+
 class _Progress:
     """A bar with rich if it is installed and a terminal is there, else a line every ten seconds."""
 
@@ -141,7 +148,7 @@ class _Progress:
         """Called after every case."""
         done = tally.total if self._seconds is None else min(tally.seconds, self._seconds)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=f"{tally.total:,} cases, no mismatch")
+            self._bar.update(self._task, completed=done, description=_so_far(tally))
         elif tally.seconds >= self._next:
-            print(f"  {tally.seconds:6.0f} s  {tally.total:,} cases, no mismatch", flush=True)
+            print(f"  {tally.seconds:6.0f} s  {_so_far(tally)}", flush=True)
             self._next = max(self._next * 1.5, tally.seconds + 10.0)

@@ -62,6 +62,14 @@ def test_check_prints_a_replay_that_repeats_the_mismatch(
     assert run(*replay[1].split()) == 0
 
 
+def test_keep_going_reports_several(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps.brute, "select", lambda bits, k: list(range(min(k, len(bits)))))
+    assert run("check", "--cases", "120", "--seed", "1", "--stage", "steps,topk", "--keep-going") == 1
+    captured = capsys.readouterr()
+    assert captured.err.count("MISMATCH in ") == 10
+    assert "10 mismatches" in captured.out
+
+
 def test_same_seed_same_cases() -> None:
     scope = Scope(torch.device("cpu"))
     for stage in STAGES:
