@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     settings = _settings(args)
     source = args.text or "the text that ships with keysieve"
-    console.print(f"Reading {len(settings.text)} bytes of {source}: {settings.prompt} as a prompt, then one by one.")
+    parts = f"{settings.prompt} as a prompt, then {settings.steps} one by one"
+    console.print(f"Reading {len(settings.text)} bytes of {source}: {parts}.")
     begun = time.perf_counter()
     reports: list[RankReport] = []
     if args.ranks == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ OPTIONAL = {
 }
 """Import name of an optional package -> the extra that installs it."""
 
-REFUSED, MISSING, INTERRUPTED = 2, 3, 130
+REFUSED, MISSING, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 """Exit codes: bad arguments (argparse's own too), a package that is not installed, Ctrl-C. 1 is a finding."""
 
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()  # here, where a reader that has left is not a traceback
     except KeysieveError as refusal:
         return _say(f"keysieve {args.command}: {refusal}", REFUSED)
     except DeviceFault as fault:
@@ -52,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         install = f"pip install 'keysieve[{OPTIONAL[package]}]'"
         return _say(f"keysieve {args.command}: needs the package {package}, which is not installed: {install}", MISSING)
+    except BrokenPipeError:  # the reader of a pipe has seen enough; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return _say("", INTERRUPTED)
     return code
