@@ -23,6 +23,11 @@ class Topic:
 TOPICS = {
     "cpu": Topic("keysieve.bench.cpu", "the cpu backend beside the obvious float32 code; memory of a million-key row"),
     "score": Topic("keysieve.bench.score", "the scorer on this GPU, beside DeepGEMM where it is installed", gpu=True),
+    "select": Topic(
+        "keysieve.bench.select", "the selection kernels on this GPU; --peers: others beside them", gpu=True
+    ),
+    "step": Topic("keysieve.bench.step", "the whole step on this GPU in a CUDA graph", gpu=True),
+    "host": Topic("keysieve.bench.host", "the host time of an eager step on this GPU", gpu=True),
     "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table", ("table",)),
     "plot": Topic("keysieve.bench.report", "recorded measurements as pictures, the roofline drawn in", ("plot",)),
 }
