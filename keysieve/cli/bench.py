@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         print(args.usage())
         return 0 if args.help else 2
     topic = TOPICS[args.topic]
-    if topic.gpu and not args.help:
+    helping = args.help or bool({"-h", "--help"} & set(args.options))
+    if topic.gpu and not helping:
         from keysieve.launch import unlaunchable
 
         reason = unlaunchable("cuda")

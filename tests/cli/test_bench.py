@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,9 @@ def test_topics_that_need_a_gpu_say_why_there_is_none(capsys: pytest.CaptureFixt
             assert reason in capsys.readouterr().err
 
 
-def test_every_topic_is_a_module_with_main() -> None:
-    for topic in TOPICS.values():
-        assert importlib.util.find_spec(topic.module) is not None
+@pytest.mark.parametrize("topic", sorted(TOPICS))
+def test_every_topic_has_help_without_a_gpu(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", topic, "--help"])
+    assert stop.value.code == 0
+    assert "usage:" in capsys.readouterr().out
