@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
             refuse("--replay", got=f"{len(names)} stages", accepted="one --stage", remedy="Name the case's stage.")
         failure = examine(known[names[0]], args.replay, scope, shrink_seconds=60.0)
         return _report(Tally({names[0]: 1}, [failure] if failure else []), args)
+    for name, limit in (("--minutes", args.minutes), ("--cases", args.cases)):
+        if limit is not None and not limit > 0:
+            refuse(name, got=limit, accepted="more than 0", remedy="No case at all would look like success.")
     base = int(time.time()) if args.seed is None else args.seed
     seconds = 60.0 * args.minutes if args.minutes is not None else None
     if seconds is None and args.cases is None:

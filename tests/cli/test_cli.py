@@ -83,6 +83,8 @@ def test_same_seed_same_cases() -> None:
     [
         (("check", "--stage", "nope"), "--stage: got 'nope'"),
         (("check", "--replay", "1"), "--replay: got 7 stages"),
+        (("check", "--cases", "0"), "--cases: got 0"),
+        (("check", "--minutes", "nan"), "--minutes: got nan"),
         (("check", "--device", "gpu0"), "device"),
         (("check", "--device", "cpu", "--backend", "sm90"), "backend 'sm90'"),
     ],
