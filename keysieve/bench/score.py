@@ -1,6 +1,7 @@
 """Times of the scorer on one H200, DeepGEMM beside it in the same run where it is installed, exactness first.
 
-    python -m keysieve.bench.score [--only 32x128K] [--out docs/measurements/score.jsonl] [--no-peers] [--set next]
+    python -m keysieve.bench.score [--set main,heads64,bimodal] [--only 32x128K] [--out docs/measurements/score.jsonl]
+                                   [--no-peers] [--prepare] [--seconds 45] [--warm-peers]
 
 Every case first passes its gate: our logits within the derived bound of the exact ones on sampled rows, tops and rerun
 bitwise, and (with DeepGEMM) both logits within the sum of both bounds. Only then is it timed, as `bench.timing` says.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +248,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Rec
     device = pool.device
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    config = ScoreConfig("fp8_fp32", case.heads, case.next_n, "compact", "float32")
+    config = config_of(case)
     launch = Launcher(KERNEL, config, device)
     sets = timing.sets_for(case.read_bytes, l2, MOST_SETS)
     inputs = make_inputs(case, pool, sets)
@@ -292,6 +294,34 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Rec
     )
 
 
+def config_of(case: Case) -> ScoreConfig:
+    """The kernel a case runs."""
+    return ScoreConfig("fp8_fp32", case.heads, case.next_n, "compact", "float32")
+
+
+def prepare(cases: list[Case]) -> None:
+    """Compile the cases' kernels in several processes."""
+    from keysieve.compile.parallel import Job, run
+
+    configs = list(dict.fromkeys(config_of(case) for case in cases))
+    for result in run([Job(KERNEL.name, config, "sm_90a") for config in configs], len(configs)):
+        if result.status == "failed":
+            raise RuntimeError(f"{result.name}: {result.error}")
+
+
+def warm_peers(peer: DeepGemm, device: torch.device) -> None:
+    """Have the peer build its kernels: it compiles at the first call of every shape class."""
+    pool = make_pool(4096, device)
+    for heads in (32, 64):
+        for next_n in (1, 2):
+            for requests in (1, 40, 64, 128):
+                case = _uniform(requests, 256, next_n, heads)
+                (x,) = make_inputs(case, pool, 1)
+                lengths = peer.lengths(case, x)
+                peer.logits(case, pool, x, lengths, peer.metadata(lengths))
+    torch.cuda.synchronize(device)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 1 when a gate failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,10 +329,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="comma list of case names")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--prepare", action="store_true", help="compile in parallel first")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument("--warm-peers", action="store_true", help="only have the peers build their kernels")
     args = parser.parse_args(argv)
+    begin = time.monotonic()
     names = set(filter(None, args.only.split(",")))
     chosen = [c for group in args.set.split(",") for c in CASE_SETS[group] if not names or c.name in names]
     device = torch.device("cuda", torch.cuda.current_device())
+    if args.warm_peers:
+        warm_peers(DeepGemm(), device)
+        return 0
+    if args.prepare:
+        prepare(chosen)
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
     pool = make_pool(pages, device)
     peer: DeepGemm | None = None
@@ -313,6 +352,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"DeepGEMM is not measured: {error}", flush=True)
     failed = 0
     for case in chosen:
+        if time.monotonic() - begin > args.seconds:
+            print(f"{case.name} h{case.heads}: not measured, the time is up", flush=True)
+            continue
         try:
             record = measure(case, pool, peer)
         except AssertionError as error:

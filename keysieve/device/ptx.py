@@ -154,6 +154,18 @@ def store_u16(addr: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) ->
 
 
 @dsl_user_op
+def store_half_below(
+    addr: Int64, word: Uint32, half: int, index: Int32, bound: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store half `half` (0: low, 1: high; a Python number) of `word` to global memory if index < bound: no branch."""
+    text = (
+        "{ .reg .pred p; .reg .b16 h0, h1; setp.lt.s32 p, $2, $3; mov.b32 {h0, h1}, $1; "
+        f"@p st.global.b16 [$0], h{half}; }}"
+    )
+    asm(text, "l,r,r,r", (), (addr, word, index, bound), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_shared_u16(addr: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """16 bits from shared memory, zero-extended."""
     text = "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }"

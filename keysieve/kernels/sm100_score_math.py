@@ -23,7 +23,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import numerics, ptx, sync, tcgen05
 from keysieve.kernels import sm100_score_words as words
-from keysieve.kernels.sm90_score_math import key_scale, release, row_places, store_rows
+from keysieve.kernels.sm90_score_math import key_scale, release, row_places
+from keysieve.kernels.sm90_score_store import store_rows
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
     K_BYTES,

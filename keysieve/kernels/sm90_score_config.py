@@ -48,9 +48,10 @@ class ScoreShape:
     groups: consumer warpgroups; each takes every `groups`-th tile of its block. stages: tiles in the key ring.
     query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
     registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
-    registers (else they are read from shared memory for every chunk). evict_first: keys leave L2 before other data.
-    producer_warps: 2, or 4 where registers are reallocated (a whole warpgroup must take part). prefetch_table: ask for
-    the page tables before the lengths are known. trace: write times instead of `starts` (see `score_trace`).
+    registers; else they are read from shared memory for every page of a chunk, or (keep_weights) for every chunk.
+    evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
+    warpgroup must take part). prefetch_table: ask for the page tables before the lengths are known. trace: write times
+    instead of `starts` (see `score_trace`).
     """
 
     groups: int = 3
@@ -59,6 +60,7 @@ class ScoreShape:
     chunk_columns: int = 128
     registers: tuple[int, int] = (0, 0)
     resident: bool = False
+    keep_weights: bool = False
     evict_first: bool = True
     producer_warps: int = 4
     prefetch_table: bool = False
@@ -125,12 +127,21 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     )
 
 
+WIDE_GROUPS = 3
+"""Consumer warpgroups where a tile's columns pass 64, for configurations that fit three."""
+
+CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7), (64, 8)})
+"""(heads, next_n) whose consumers would spill within the registers that three warpgroups leave them."""
+
+
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
     if config.columns <= 64:
-        shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
+        shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
+    elif WIDE_GROUPS == 3 and (config.heads, config.next_n) not in CRAMPED:
+        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160))
     else:
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232))
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), keep_weights=True)
     return fitted(config, shape)
 
 

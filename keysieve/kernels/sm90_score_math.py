@@ -16,14 +16,15 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from keysieve.device import keys, numerics, ptx, sync
+from keysieve.device import numerics, ptx, sync
 from keysieve.kernels import schedule, score_trace
+from keysieve.kernels import sm90_score_store as store
 from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
+from keysieve.kernels.sm90_score_store import select
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
 
 SCALE_OFFSET = 8192
 K_STEP = 32
-LOG2_GROUP = GROUP.bit_length() - 1
 
 
 class Targets:
@@ -240,48 +241,99 @@ def score_tile(
     scale = key_scale(kernel.config, shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place)
     place = shared.weights + Uint32(query_stage) * Uint32(kernel.places.weight_bytes) + quad
     lengths = shared.lengths + Uint32(query_stage) * Uint32(32)
+    finish_tile(
+        kernel,
+        shared,
+        products,
+        targets,
+        Weights(kernel.shape, weights, place),
+        steps,
+        stage,
+        query_stage,
+        lengths,
+        position,
+        row,
+        stride,
+        scale,
+        lane,
+    )
+
+
+def finish_tile(
+    kernel: Any,
+    shared: Any,
+    products: Any,
+    targets: Any,
+    weights: Any,
+    steps: list[tuple[int, int]],
+    stage: Int32,
+    query_stage: Int32,
+    lengths: Uint32,
+    position: Int32,
+    row: Int64,
+    stride: Int64,
+    scale: Float32,
+    lane: Int32,
+) -> None:
+    """Reduce each product while the next one runs; store a chunk when both of its pages are done."""
+    places = store.Places(targets, row, stride, position, lane)
+    inside = store.row_lengths(lengths, kernel.config.next_n)
     halves: list[Any] = []
-    for step in cutlass.range_constexpr(len(steps)):
-        chunk, page = steps[step]
-        if cutlass.const_expr(step + 1 < len(steps)):
+    for step, (chunk, page) in enumerate(steps):
+        if step + 1 < len(steps):
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
             release(shared.key_empty + stage)
-        halves.append(head_sums(kernel, products.acc[chunk][page], chunk, weights, place, lane))
-        if cutlass.const_expr(step + 2 < len(steps)):
+        halves.append(head_sums(kernel, products.acc[chunk][page], chunk, weights, lane))
+        if page == 1 or not kernel.shape.keep_weights:
+            weights.forget()
+        if step + 2 < len(steps):
             products.issue(steps[step + 2][0], steps[step + 2][1], stage, query_stage)
-        if cutlass.const_expr(page == 1):
+        if page == 1:
             start, rows = kernel.chunks[chunk]
             values = [
                 numerics.mul(across_pages(halves[2 * chunk][i], halves[2 * chunk + 1][i], lane), scale)
                 for i in range(rows)
             ]
-            for pair in cutlass.range_constexpr(0, rows, 2):
-                store_rows(
-                    kernel.config, targets, values[pair : pair + 2], start + pair, lengths, position, row, stride, lane
-                )
+            store.store_chunk(kernel.config, places, values, start, inside, lengths, lane)
 
 
-def head_sums(kernel: Any, acc: Any, chunk: int, weights: Any, place: Uint32, lane: Int32) -> list[Float32]:
+class Weights:
+    """Halved head weights as a thread reads them: from registers, or four at a time from shared `place`."""
+
+    def __init__(self, shape: Any, resident: Any, place: Uint32) -> None:
+        self.shape = shape
+        self.resident = resident
+        self.place = place
+        self.read: dict[int, Any] = {}
+
+    def pair(self, column_block: int) -> list[Any]:
+        """Those of the thread's two columns of a block of eight."""
+        if self.shape.resident:
+            found: list[Any] = self.resident[2 * column_block : 2 * column_block + 2]
+            return found
+        four = column_block // 2
+        if four not in self.read:
+            self.read[four] = ptx.load_shared_v4(self.place + Uint32(64 * four))
+        at = 2 * (column_block % 2)
+        return [numerics.bits_float(word) for word in self.read[four][at : at + 2]]
+
+    def forget(self) -> None:
+        """Read again what the next product needs, rather than hold it in registers."""
+        self.read = {}
+
+
+def head_sums(kernel: Any, acc: Any, chunk: int, weights: Weights, lane: Int32) -> list[Float32]:
     """Per row of the chunk: this lane's share (its r) of the head sum of one page, after the first lane exchange."""
-    heads = kernel.config.heads
     start, rows = kernel.chunks[chunk]
-    blocks = heads // 8
+    blocks = kernel.config.heads // 8
     odd = (lane & Int32(1)) != Int32(0)
     sums: list[Float32] = []
-    four: Any = None
     for row in range(rows):
         part = [[Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]]
         for block in range(blocks):
-            column_block = (start + row) * blocks + block
-            if kernel.shape.resident:
-                pair = weights[2 * column_block : 2 * column_block + 2]
-            else:
-                if column_block % 2 == 0 or four is None:
-                    four = ptx.load_shared_v4(place + Uint32(64 * (column_block // 2)))
-                at = 2 * (column_block % 2)
-                pair = [numerics.bits_float(four[at]), numerics.bits_float(four[at + 1])]
+            pair = weights.pair((start + row) * blocks + block)
             for r in range(2):
                 for v in range(2):
                     twice = numerics.twice_relu(acc[4 * (row * blocks + block) + 2 * r + v])
@@ -300,11 +352,6 @@ def exchange(low: Float32, high: Float32, upper: Any, distance: int) -> Float32:
     return numerics.add(mine, cute.arch.shuffle_sync_bfly(other, distance))
 
 
-def select(condition: Any, yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`: a select, not a branch."""
-    return cutlass.select_(condition, yes, no)
-
-
 def across_pages(first: Float32, second: Float32, lane: Int32) -> Float32:
     """Second lane exchange: bit 1 of the lane keeps the page."""
     return exchange(first, second, (lane & Int32(2)) != Int32(0), 2)
@@ -319,57 +366,3 @@ def key_scale(config: Any, place: Uint32) -> Float32:
     subnormal = Uint32(code == Uint32(0)) * Uint32(0x00400000)
     nan = Uint32(code == Uint32(255)) * Uint32(0x00400000)
     return numerics.bits_float((code << Uint32(23)) | subnormal | nan)
-
-
-def logit_word(low: Float32, high: Float32) -> Uint32:
-    """Two logits as stored (BF16, nearest even, -0 as +0, NaN as 0xFFC0), `low` in the low half.
-
-    Conversion and addition give 0x7FFF for every NaN; adding one to a half then carries into its sign bit.
-    """
-    word = numerics.add_bf16x2(numerics.bf16x2_bits(low, high), Uint32(0))
-    nan = (word + Uint32(0x00010001)) & (word ^ Uint32(0xFFFFFFFF)) & Uint32(0x80008000)
-    return word ^ ((nan >> Uint32(15)) * Uint32(0x803F))
-
-
-def leads(lane: Int32, spread: int) -> Any:
-    """Does the lane hold the first key of its group of 8?"""
-    return lane < Int32(4) if spread == 4 else (lane & Int32(7 * spread)) == Int32(0)
-
-
-@cute.jit
-def store_rows(
-    config: cutlass.Constexpr[Any],
-    targets: Any,
-    values: Any,
-    first_row: cutlass.Constexpr[int],
-    lengths: Uint32,
-    position: Int32,
-    row: Int64,
-    stride: Int64,
-    lane: Int32,
-    spread: cutlass.Constexpr[int] = 4,
-) -> None:
-    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys.
-
-    spread: lanes from one key of a group of 8 to the next; 4 as warpgroup accumulators lie, 1 for one key a lane.
-    """
-    count = len(values)
-    word = logit_word(values[0], values[count - 1])
-    inside = []
-    best = keys.key16x2(word)
-    for i in cutlass.range_constexpr(count):
-        length = Int32(ptx.load_shared(lengths + Uint32(4 * (first_row + i))))
-        inside.append(length)
-        if position < length:
-            where = row + stride * Int64(first_row + i) + Int64(position)
-            ptx.store_u16(targets.logits + where * Int64(2), word >> Uint32(16 * i))
-        else:
-            best = best & Uint32(0xFFFF << (16 * (1 - i)))
-    if cutlass.const_expr(config.layout == "compact"):
-        for distance in cutlass.range_constexpr(3):
-            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, spread << distance)))
-        if leads(lane, spread):
-            for i in cutlass.range_constexpr(count):
-                if position < inside[i]:
-                    where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
-                    ptx.store_u16(targets.tops + where * Int64(2), best >> Uint32(16 * i))

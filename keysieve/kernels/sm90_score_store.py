@@ -1,0 +1,156 @@
+"""From head sums to memory: the last exchange, scale, BF16, logits, and the maxima of each 8 keys.
+
+A lane holds one key of the tile for every row of a chunk (bit 0 of the lane: r, bit 1: the page, the rest: the key
+within its group of 8). Logits are stored by every lane, a row at a time. The maxima of a group lie across eight lanes:
+rows are packed two to a word, and on the way to the maximum the lanes share out the words, so that at the end lane
+bits 2 (and 3) name the pair of rows and bit 4 the row of the pair, and one store writes them all.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from keysieve.device import keys, numerics, ptx
+from keysieve.spec import GROUP
+
+KEY_LANES = (4, 8, 16)
+"""Lane distances between the keys of a group of 8."""
+
+LOG2_GROUP = GROUP.bit_length() - 1
+
+
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    """`yes` where the condition holds, else `no`: a select, not a branch."""
+    return cutlass.select_(condition, yes, no)
+
+
+def logit_word(low: Float32, high: Float32) -> Uint32:
+    """Two logits as stored (BF16, nearest even, -0 as +0, NaN as 0xFFC0), `low` in the low half.
+
+    Conversion and addition give 0x7FFF for every NaN; adding one to a half then carries into its sign bit.
+    """
+    word = numerics.add_bf16x2(numerics.bf16x2_bits(low, high), Uint32(0))
+    nan = (word + Uint32(0x00010001)) & (word ^ Uint32(0xFFFFFFFF)) & Uint32(0x80008000)
+    return word ^ ((nan >> Uint32(15)) * Uint32(0x803F))
+
+
+class Places:
+    """A tile's byte addresses for one lane, in the request's row 0: its logit, its group's top; and the row pitches."""
+
+    def __init__(self, targets: Any, row: Int64, stride: Int64, position: Int32, lane: Int32) -> None:
+        group = position - (lane >> Int32(2))
+        self.position = position
+        self.group = group
+        self.logit = targets.logits + (row + Int64(position)) * Int64(2)
+        self.logit_pitch = stride * Int64(2)
+        self.top = targets.tops + ((row + Int64(group)) >> Int64(2))  # 2 bytes for 8 elements
+        self.top_pitch = stride >> Int64(2)
+
+
+def row_lengths(lengths: Uint32, rows: int) -> list[Int32]:
+    """The usable lengths of the request's rows, from their eight words of shared memory."""
+    words: list[Any] = []
+    for first in range(0, rows, 4):
+        words += ptx.load_shared_v4(lengths + Uint32(4 * first))
+    return [Int32(word) for word in words[:rows]]
+
+
+def store_chunk(
+    config: Any,
+    places: Places,
+    values: list[Float32],
+    first: int,
+    inside: list[Int32],
+    lengths: Uint32,
+    lane: Int32,
+) -> None:
+    """Store rows `first` .. of a chunk: `values` are this lane's logits before rounding, `inside` all rows' lengths."""
+    count = len(values)
+    best: list[Uint32] = []
+    for pair in range(0, count, 2):
+        rows = range(pair, min(pair + 2, count))
+        word = logit_word(values[rows[0]], values[rows[-1]])
+        ranks = keys.key16x2(word)
+        for half, row in enumerate(rows):
+            place = places.logit + places.logit_pitch * Int64(first + row)
+            ptx.store_half_below(place, word, half, places.position, inside[first + row])
+            outside = places.position >= inside[first + row]
+            ranks = select(outside, ranks & Uint32(0xFFFF << (16 * (1 - half))), ranks)
+        best.append(ranks & Uint32(0xFFFF) if len(rows) == 1 else ranks)
+    if config.layout == "compact":
+        store_tops(places, best, first, count, lengths, lane)
+
+
+def store_tops(places: Places, best: list[Uint32], first: int, count: int, lengths: Uint32, lane: Int32) -> None:
+    """The groups' maxima of the chunk's rows. best: per pair of rows, key16 of this lane's key, 0 outside the row."""
+    best = best + [Uint32(0)] * ({1: 1, 2: 2, 3: 4, 4: 4}[len(best)] - len(best))
+    pair = Int32(0)
+    idle = Int32(0)
+    for distance in KEY_LANES:
+        if len(best) > 1:
+            upper = (lane & Int32(distance)) != Int32(0)
+            middle = len(best) // 2
+            kept = [select(upper, best[middle + i], best[i]) for i in range(middle)]
+            sent = [select(upper, best[i], best[middle + i]) for i in range(middle)]
+            pair = pair + select(upper, Int32(middle), Int32(0))
+        else:
+            kept, sent = best, best
+            if distance != KEY_LANES[-1]:
+                idle = idle | (lane & Int32(distance))
+        best = [
+            ptx.max_u16x2(a, Uint32(cute.arch.shuffle_sync_bfly(b, distance))) for a, b in zip(kept, sent, strict=True)
+        ]
+    half = (lane >> Int32(4)) & Int32(1)
+    row = pair * Int32(2) + half
+    length = Int32(ptx.load_shared(lengths + Uint32(4 * first) + Uint32(row) * Uint32(4)))
+    wanted = select(row < Int32(count), length, Int32(0))
+    wanted = select(idle == Int32(0), wanted, Int32(0))
+    top = best[0] >> (Uint32(half) * Uint32(16))
+    place = places.top + places.top_pitch * Int64(first) + places.top_pitch * Int64(row)
+    ptx.store_half_below(place, top, 0, places.group, wanted)
+
+
+def leads(lane: Int32, spread: int) -> Any:
+    """Does the lane hold the first key of its group of 8?"""
+    return lane < Int32(4) if spread == 4 else (lane & Int32(7 * spread)) == Int32(0)
+
+
+@cute.jit
+def store_rows(
+    config: cutlass.Constexpr[Any],
+    targets: Any,
+    values: Any,
+    first_row: cutlass.Constexpr[int],
+    lengths: Uint32,
+    position: Int32,
+    row: Int64,
+    stride: Int64,
+    lane: Int32,
+    spread: cutlass.Constexpr[int] = 4,
+) -> None:
+    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys.
+
+    spread: lanes from one key of a group of 8 to the next; 4 as warpgroup accumulators lie, 1 for one key a lane.
+    """
+    count = len(values)
+    word = logit_word(values[0], values[count - 1])
+    inside = []
+    best = keys.key16x2(word)
+    for i in cutlass.range_constexpr(count):
+        length = Int32(ptx.load_shared(lengths + Uint32(4 * (first_row + i))))
+        inside.append(length)
+        if position < length:
+            where = row + stride * Int64(first_row + i) + Int64(position)
+            ptx.store_u16(targets.logits + where * Int64(2), word >> Uint32(16 * i))
+        else:
+            best = best & Uint32(0xFFFF << (16 * (1 - i)))
+    if cutlass.const_expr(config.layout == "compact"):
+        for distance in cutlass.range_constexpr(3):
+            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, spread << distance)))
+        if leads(lane, spread):
+            for i in cutlass.range_constexpr(count):
+                if position < inside[i]:
+                    where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
+                    ptx.store_u16(targets.tops + where * Int64(2), best >> Uint32(16 * i))
