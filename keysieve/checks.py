@@ -89,19 +89,18 @@ def require_tensor(
     """``tensor`` if its dtype, shape (None: any size) and device fit and, if asked, its last stride is 1."""
     import torch
 
+    if isinstance(tensor, torch.Tensor):
+        fits = tensor.dtype in dtypes and tensor.dim() == len(shape)
+        fits = fits and all(want is None or want == have for want, have in zip(shape, tensor.shape, strict=False))
+        fits = fits and (device is None or tensor.device == device)
+        # A dimension of size 0 or 1 may carry any stride: nothing is stepped over.
+        fits = fits and (not unit_inner or tensor.numel() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+        if fits:
+            return tensor
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     wanted = f"{names} [{', '.join('any' if s is None else str(s) for s in shape)}]"
     if device is not None:
         wanted += f" on {device}"
     if unit_inner:
         wanted += " with unit stride in the last dimension"
-    if not isinstance(tensor, torch.Tensor):
-        refuse(argument, got=describe(tensor), accepted=wanted, remedy=remedy)
-    fits = tensor.dtype in dtypes and tensor.dim() == len(shape)
-    fits = fits and all(want is None or want == have for want, have in zip(shape, tensor.shape, strict=False))
-    fits = fits and (device is None or tensor.device == device)
-    # A dimension of size 0 or 1 may carry any stride: nothing is stepped over.
-    fits = fits and (not unit_inner or tensor.numel() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
-    if not fits:
-        refuse(argument, got=describe(tensor), accepted=wanted, remedy=remedy)
-    return tensor
+    refuse(argument, got=describe(tensor), accepted=wanted, remedy=remedy)

@@ -3,14 +3,14 @@
 The host functions of the kernels (``select_host``, ``sm90_score_host``) turn tensors into integers: addresses, strides,
 sizes. Only the addresses differ between two calls of one form (shapes, strides, dtypes). So a host function is run once
 with :class:`Named` tensors, whose addresses remember what they are the address of, into a :class:`Recorder`, and the
-integers become a :class:`LaunchList`. What an argument means stays written in one place, the host function.
+integers become a :func:`launch_list`. What an argument means stays written in one place, the host function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any, Protocol, cast
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -56,42 +56,63 @@ class Target(Protocol):
 class Recorder:
     """Takes the place of a launcher in a host function: writes the call down instead of making it."""
 
-    def __init__(self, target: Target, calls: list[tuple[Target, tuple[int, ...]]]) -> None:
+    def __init__(self, target: Target, calls: Calls) -> None:
         self._target, self._calls = target, calls
 
     def __call__(self, *args: int) -> None:
         self._calls.append((self._target, args))
 
 
-class LaunchList:
-    """Recorded calls of kernels, to be made one after another on one stream.
+Calls = list[tuple[Target, tuple[int, ...]]]
+"""What a :class:`Recorder` writes down: kernels and their arguments, in order."""
+
+
+class LaunchError(RuntimeError):
+    """The driver or the runtime refused a launch."""
+
+
+def launch_list(calls: Calls, names: Sequence[str]) -> Callable[..., None]:
+    """A function that makes recorded calls again, one after another on one stream.
 
     Args:
         calls: what a :class:`Recorder` wrote down.
-        names: the addresses that ``__call__`` gets, in this order; the last one is the stream's handle.
+        names: the addresses that the function gets, in this order, all positional; then comes the stream's handle.
     """
+    forms, values = [], []
+    for target, args in calls:
+        forms.append(tuple(a.name if isinstance(a, Address) else "" for a in args))
+        values += [target.function, *(int(a) for a in args if not isinstance(a, Address))]
+    return _maker(tuple(forms), tuple(names))(_failed, [target for target, _ in calls], *values)
 
-    __slots__ = ("_calls", "_constants")
 
-    def __init__(self, calls: Sequence[tuple[Target, tuple[int, ...]]], names: Sequence[str]) -> None:
-        constants: list[int] = []
-        self._calls: list[tuple[Target, Callable[..., None], Callable[[tuple[int, ...]], tuple[int, ...]]]] = []
-        for target, args in calls:
-            places = []
-            for value in args:
-                if isinstance(value, Address):
-                    places.append(names.index(value.name))
-                else:
-                    places.append(len(names) + len(constants))
-                    constants.append(int(value))
-            self._calls.append((target, target.function, itemgetter(*places, len(names) - 1)))
-        self._constants = tuple(constants)
+@lru_cache(maxsize=256)
+def _maker(forms: tuple[tuple[str, ...], ...], names: tuple[str, ...]) -> Callable[..., Callable[..., None]]:
+    """Makes launch functions: of which argument is which address or constant, not of the constants' values.
 
-    def __call__(self, values: tuple[int, ...]) -> None:
-        """Launch all. values: an integer for each name."""
-        values += self._constants
-        for target, function, pick in self._calls:
-            try:
-                function(*pick(values))
-            except RuntimeError as error:
-                raise RuntimeError(f"launching {target.label} failed: {error}") from error
+    Written as source, as namedtuple is: picking fifty integers out of tuples would take longer than all else that the
+    host does in a step. The code of one form serves all sizes; its constants are the made function's own variables.
+    """
+    constants: list[str] = []
+    body: list[str] = []
+    for at, form in enumerate(forms):
+        constants.append(f"call_{at}")
+        given = []
+        for place, name in enumerate(form):
+            if not name:
+                constants.append(f"value_{at}_{place}")
+            given.append(name or constants[-1])
+        body += [
+            "  try:",
+            f"   call_{at}({', '.join(given)}, stream)",
+            "  except RuntimeError as error:",
+            f"   failed(targets[{at}], error)",
+        ]
+    head = [f"def make(failed, targets, {', '.join(constants)}):", f" def launch({', '.join(names)}, stream):"]
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join([*head, *body, " return launch"]), "<keysieve launches>", "exec"), scope)
+    made: Callable[..., Callable[..., None]] = scope["make"]
+    return made
+
+
+def _failed(target: Target, error: RuntimeError) -> NoReturn:
+    raise LaunchError(f"launching {target.label} failed: {error}") from error

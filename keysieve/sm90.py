@@ -18,7 +18,7 @@ from keysieve.kernels.flags import describe as describe_flags
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
-from keysieve.relaunch import LaunchList, Recorder, Target, named
+from keysieve.relaunch import Calls, Recorder, launch_list, named
 from keysieve.repeats import ADDRESSES, Relaunch
 from keysieve.spec import MAX_REQUESTS, IndexerSpec, pitch_of
 
@@ -228,7 +228,7 @@ class Sm90Runner:
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
         self.index = device.index or 0
-        self._calls: list[tuple[Target, tuple[int, ...]]] = []
+        self._calls: Calls = []
         self._select = select_host.Selector(
             lambda kernel, config: Recorder(backend.launcher(device, kernel, config), self._calls),
             k=problem.spec.topk,
@@ -253,14 +253,12 @@ class Sm90Runner:
         lens = step.seq_lens
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
         calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-        relaunch = Sm90Relaunch(self, LaunchList(calls, (*ADDRESSES, "stream")), self._lens if copied else None)
+        relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._lens if copied else None)
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
-        relaunch.launch(tuple(0 if t is None else t.data_ptr() for t in tensors), lens)
+        relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
 
-    def _written_down(
-        self, step: Step, place: Placement, out: Selection, lens: torch.Tensor
-    ) -> list[tuple[Target, tuple[int, ...]]]:
+    def _written_down(self, step: Step, place: Placement, out: Selection, lens: torch.Tensor) -> Calls:
         """The two launches as integers; refuses what the kernels cannot take."""
         launch, config = self._backend.score_launcher(step, "compact")
         self._calls.clear()
@@ -341,28 +339,41 @@ class Sm90Relaunch:
         lens: int32 ``[max_rows]``, where lengths that the kernels cannot read as they are are converted to; or None.
     """
 
-    __slots__ = ("_current_device", "_index", "_launches", "_lens", "_raw_stream", "_runner")
+    __slots__ = ("_launches", "_lens", "current_device", "direct", "index", "raw_stream", "turns")
 
-    def __init__(self, runner: Sm90Runner, launches: LaunchList, lens: torch.Tensor | None) -> None:
-        self._runner, self._launches, self._lens, self._index = runner, launches, lens, runner.index
+    alignment = 16  # of the copy engine
+
+    def __init__(self, runner: Sm90Runner, launches: Callable[..., None], lens: torch.Tensor | None) -> None:
+        self.turns, self._launches, self._lens, self.index = runner, launches, lens, runner.index
+        self.direct = None if lens is not None else launches
         # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self.raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
 
-    def launch(self, addresses: tuple[int, ...], seq_lens: torch.Tensor) -> bool:
-        if (addresses[0] | addresses[1]) & 15:  # the query and the pool are read by bulk copies
-            return False
-        index = self._index
-        if self._current_device() != index:
-            with torch.cuda.device(index):
-                return self.launch(addresses, seq_lens)
-        stream = self._raw_stream(index)
-        if stream != self._runner.stream:
-            self._runner.take_turns(stream)
+    def launch(
+        self,
+        seq_lens: torch.Tensor,
+        query: int,
+        cache: int,
+        weights: int,
+        lens: int,
+        index_table: int,
+        kv_table: int,
+        out: int,
+        counts: int,
+        positions: int,
+    ) -> None:
+        addresses = (query, cache, weights, lens, index_table, kv_table, out, counts, positions)
+        if self.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                self.launch(seq_lens, *addresses)
+            return
+        stream = self.raw_stream(self.index)
+        if stream != self.turns.stream:
+            self.turns.take_turns(stream)
         if self._lens is not None:
             self._lens[: seq_lens.numel()].view(seq_lens.shape).copy_(seq_lens)
-        self._launches((*addresses, stream))
-        return True
+        self._launches(*addresses, stream)
 
 
 def _no_sharding() -> KeysieveError:

@@ -23,17 +23,19 @@ import torch
 import keysieve as ks
 from keysieve.bench import timing
 from keysieve.bench.score import TOPK, Case, Inputs, make_inputs, make_pool
-from keysieve.relaunch import LaunchList
+from keysieve.relaunch import Calls, launch_list
+from keysieve.repeats import ADDRESSES
 
 CASE = Case("1x4K", (4096,))
 
 
-def quiet(launches: LaunchList) -> LaunchList:
-    """The same list with functions that take the arguments and do nothing."""
-    silent = object.__new__(LaunchList)
-    silent._constants = launches._constants
-    silent._calls = [(target, lambda *_: None, pick) for target, _, pick in launches._calls]
-    return silent
+class Silent:
+    """A kernel that takes its arguments and does nothing."""
+
+    label = "nothing"
+
+    def __init__(self) -> None:
+        self.function: Callable[..., None] = lambda *_: None
 
 
 class Parts:
@@ -76,21 +78,18 @@ class Parts:
     def parts(self) -> dict[str, Callable[[], object]]:
         """Name -> call, the whole step first."""
         self.step_checked()
-        relaunch: Any = self.indexer._known[0].relaunch
-        launches: LaunchList = relaunch._launches
-        seen: list[tuple[int, ...]] = []
-        relaunch._launches = seen.append
-        self.step()
-        relaunch._launches = launches
-        values, silent = seen[0], quiet(launches)
-        (_, score, pick_score), (_, select, pick_select) = launches._calls
-        score_args, select_args = (pick(values + launches._constants) for pick in (pick_score, pick_select))
+        runner: Any = self.indexer._runner
+        (score, score_args), (select, select_args) = (
+            (target.function, (*(int(a) for a in args), runner.stream)) for target, args in runner._calls
+        )
+        nothing: Calls = [(Silent(), args) for target, args in runner._calls]
+        silent = launch_list(nothing, ADDRESSES)
 
         def replaced() -> object:
-            now: Any = self.indexer._known[0].relaunch
-            kept, now._launches = now._launches, silent
+            now: Any = self.indexer._known[0]
+            kept, now._direct = now._direct, silent
             result = self.step()
-            now._launches = kept
+            now._direct = kept
             return result
 
         def both() -> None:

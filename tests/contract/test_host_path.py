@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faked_gpu import CPU, SPEC, Device, arguments, build, call
+from faked_gpu import CPU, SPEC, Device, Launch, arguments, build, call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -311,6 +311,10 @@ def test_a_tensor_changed_in_place_is_seen(device: Device) -> None:
     given["cache"].data.set_(torch.zeros(9, 64, 132, dtype=torch.uint8))
     outcome = same_as_first(device, indexer, given)
     assert given["cache"].data.data_ptr() in outcome.launched[0][1]
+    aligned = given["cache"].data.clone()
+    given["cache"].data.set_(moved(aligned, 4))
+    assert same_as_first(device, indexer, given).error is not None
+    given["cache"].data.set_(aligned)
     given["out"].t_()
     assert same_as_first(device, indexer, given).error is not None
 
@@ -377,20 +381,45 @@ def test_early_release_reaches_the_selection_only(device: Device) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_failed_launch_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_failed_launch_says_which(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """From the checked path and from a known form, of the first kernel and of the second."""
+    failing = ["select"]
+
+    def function(self: Launch, *_: int) -> None:
+        if self.label.startswith(failing[0]):
+            raise RuntimeError("no such kernel image")
+
+    monkeypatch.setattr(Launch, "function", function)
     indexer, given = build(), arguments()
-    call(indexer, given)
-
-    def broken(*_: int) -> None:
-        raise RuntimeError("no such kernel image")
-
-    launches: Any = indexer._known[0].relaunch
-    label = launches._launches._calls[1][0].label
-    monkeypatch.setattr(
-        launches._launches, "_calls", [(t, broken, pick) for t, _, pick in launches._launches._calls[1:]]
-    )
-    with pytest.raises(RuntimeError, match=f"launching {label}.* failed: no such kernel image"):
+    if known:
+        failing[0] = "neither"
         call(indexer, given)
+    for failing[0] in ("select", "sm90_score"):
+        with pytest.raises(RuntimeError, match=f"launching {failing[0]}.* failed: no such kernel image"):
+            call(indexer, given)
+        assert len(indexer._known) == int(known), "a form is known once its launches have worked"
+
+
+def test_two_dimensional_lengths_with_gaps_are_never_read_in_place(device: Device) -> None:
+    """The checks flatten them into a copy; a kernel handed the caller's address would read the gaps."""
+    indexer, given = build(), arguments()
+    given["seq_lens"] = stretched(given["seq_lens"].view(2, 2))
+    for _ in range(3):
+        assert same_as_first(device, indexer, given).error is None
+        call(indexer, given)
+        assert all(given["seq_lens"].data_ptr() not in args for _, args in device.launched)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_strided_counts_are_refused(device: Device, many: bool) -> None:
+    """The kernels write counts side by side."""
+    indexer, given = build(), arguments()
+    if many:
+        assert Outcome(device, indexer, given).error is None
+    error = same_as_first(device, indexer, given | {"counts": torch.zeros(4, 2, dtype=torch.int32)[:, 0]}).error
+    assert error is not None
+    assert "counts" in error[1]
 
 
 def test_no_rows_launch_nothing(device: Device) -> None:
