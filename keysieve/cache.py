@@ -92,10 +92,15 @@ def _check_pool(spec: IndexerSpec, data: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuilt(
-    spec: IndexerSpec, data: torch.Tensor, scale_rounding: str | None, fp4_rounding: str, amax_floor: float | None
+    kind: type[IndexCache],
+    spec: IndexerSpec,
+    data: torch.Tensor,
+    scale_rounding: str | None,
+    fp4_rounding: str,
+    amax_floor: float | None,
 ) -> IndexCache:
     """An unpickled cache: its planes are views of its data again."""
-    return IndexCache(spec, data, scale_rounding=scale_rounding, fp4_rounding=fp4_rounding, amax_floor=amax_floor)
+    return kind(spec, data, scale_rounding=scale_rounding, fp4_rounding=fp4_rounding, amax_floor=amax_floor)
 
 
 class IndexCache:
@@ -156,7 +161,7 @@ class IndexCache:
     def __reduce__(self) -> tuple[object, ...]:
         # The planes are views of `data`: pickled as they are they would come back as pools of their own.
         options = (self._scale_rounding, self._fp4_rounding, self._amax_floor)
-        return _rebuilt, (self._spec, self._data, *options)
+        return _rebuilt, (type(self), self._spec, self._data, *options)
 
     # --- what it is ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Problem -> Plan: what was asked, and what will run, before anything runs.
 
-Both are frozen and printable. The kernels and the cpu backend choose nothing themselves: sizes and paths come from
-here, and ``workspace_bytes`` can be asked before an indexer is built.
+Both are frozen and printable. Layouts and sizes come from here, and ``workspace_bytes`` can be asked before an indexer
+is built. (Which compiled configuration of a kernel serves a shape is the business of the kernels' ``*_config`` and
+``*_host`` modules.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from keysieve.spec import (
     MAX_NEXT_N,
     MAX_REQUESTS,
     MAX_WORLD,
+    PAGE,
     TILE,
     IndexerSpec,
     candidate_words,
@@ -174,13 +176,18 @@ def _plan_cpu(problem: Problem) -> Plan:
     rows = wide
     if problem.sharding is not None:
         shard = problem.sharding.max_local_len(problem.max_context)
-        local, rows = rounded_context(shard), problem.max_rows
+        # A replicated cache whose pages are shared by ranks is scored whole, and this rank's columns are taken out.
+        whole = not problem.sharding.sharded and bool(problem.sharding.interleave % PAGE)
+        local, rows = rounded_context(problem.max_context if whole else shard), problem.max_rows
         planes = index_planes(shard)
         words = candidate_words(problem.sharding.topn, planes)
     elements = rows * local
     # Temporary tensors of one chunk: the keys as bytes, int32 and float64, and the dots in float64 and float32.
     per_key = HEAD_DIM * (1 + 4 + 8) + wide * problem.spec.heads * (2 * 8 + 4)
-    parts = [("logits", 2 * elements), ("scratch", min(CPU_CHUNK_KEYS, local) * per_key)]
+    # Selecting from one row: its keys as int32 twice, masks and the positions found, and a histogram of all key16.
+    selection = 13 * local + 2 * 8 * 65536
+    scratch = min(CPU_CHUNK_KEYS, local) * per_key
+    parts = [("logits", 2 * elements), ("scratch", scratch), ("selection", selection)]
     if words:
         parts.append(("candidates", 4 * problem.max_rows * words))
     return Plan(problem, "pitched" if words else "compact", elements, 0, 0, planes, words, tuple(parts))

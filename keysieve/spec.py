@@ -204,10 +204,10 @@ class IndexerSpec:
     head_dim: int = HEAD_DIM
 
     def __post_init__(self) -> None:
-        head_remedy = "Pad the query and the head weights with zero heads up to the next accepted count."
+        head_remedy = "Pad query and head weights with zero heads up to one of these; more than 64 do not run."
         whole = {
-            "heads": require_int("heads", self.heads, 1, max(HEADS), head_remedy),
-            "topk": require_int("topk", self.topk, 1, MAX_TOPK, "Select fewer keys per row."),
+            "heads": require_int("heads", self.heads, -(1 << 31), 1 << 31, head_remedy),
+            "topk": require_int("topk", self.topk, 1, MAX_TOPK, "Select between 1 and 4096 keys per row."),
             "page": require_int("page", self.page, 1, MAX_CONTEXT, "Allocate the index cache with 64 tokens a page."),
             "head_dim": require_int("head_dim", self.head_dim, 1, 1 << 16, "The supported models' indexers have 128."),
         }

@@ -109,7 +109,7 @@ class ContextParallel(ABC):
 
     def own_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Columns of a replicated cache's ``logits [rows, length]`` that lie on this rank, by local index."""
-        length = torch.tensor([logits.shape[-1]])
+        length = torch.tensor([logits.shape[-1]], device="cpu")
         mine = int(local_seq_lens(length, self.world, self.rank, self.interleave)[0])
         local = torch.arange(mine, device=logits.device)
         return logits[:, global_positions(local, self.world, self.rank, self.interleave)]

@@ -154,7 +154,7 @@ class Gather(ContextParallel):
             return
         self._calls += 1
         try:
-            self._exchange_headers(self._header(0, torch.empty(0, dtype=torch.int32), 0, refused=True))
+            self._exchange_headers(self._header(0, torch.empty(0, dtype=torch.int32, device="cpu"), 0, refused=True))
         except ExchangeError:
             return  # later calls report it: the group is broken
 
@@ -181,15 +181,15 @@ class Gather(ContextParallel):
         return rows, lens
 
     def _nothing(self) -> Winners:
-        empty = torch.full((0, self.topk), -1, dtype=torch.int32)
-        return Winners(empty, torch.zeros(0, dtype=torch.int32), empty.clone())
+        empty = torch.full((0, self.topk), -1, dtype=torch.int32, device="cpu")
+        return Winners(empty, torch.zeros(0, dtype=torch.int32, device="cpu"), empty.clone())
 
     # --- headers -----------------------------------------------------------------------------------------------
 
     def _header(self, rows: int, lens: torch.Tensor, site: int, refused: bool = False) -> torch.Tensor:
         digest = zlib.crc32(lens.to(torch.int32).contiguous().numpy().tobytes())
         values = (_MAGIC, self._calls, rows, site, self.topk, self.interleave, self.planes, digest, int(refused))
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
 
     def _agree(self, own: torch.Tensor) -> None:
         """Exchange headers; raise on every rank if any two differ, or if a rank refused the call."""

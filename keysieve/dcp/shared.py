@@ -112,9 +112,9 @@ class SharedExchange(ContextParallel):
         for row in range(rows):
             self._push(row, words[row].numpy(), signatures[row])
         won = Winners(
-            torch.full((rows, k), -1, dtype=torch.int32),
-            torch.zeros(rows, dtype=torch.int32),
-            torch.full((rows, k), -1, dtype=torch.int32),
+            torch.full((rows, k), -1, dtype=torch.int32, device="cpu"),
+            torch.zeros(rows, dtype=torch.int32, device="cpu"),
+            torch.full((rows, k), -1, dtype=torch.int32, device="cpu"),
         )
         # Ascending on every rank: in the second round a row waits for the same row of another rank.
         for row in range(rows):

@@ -29,7 +29,8 @@ def local_topk(
 
     Args:
         logits: BF16 ``[rows, length]``, unit stride in the last dimension; this rank's keys by local index.
-        local_lens: integer ``[rows]``; keys of each row on this rank, 0 or less for none.
+        local_lens: int32 or int64 ``[rows]`` or ``[requests, next_n]``; keys of each row on this rank, 0 or
+            less for none.
         n: entries of a candidate row, 1..4096.
         planes: bit planes for the local index above its low 16 bits, 1..10.
 
@@ -44,6 +45,8 @@ def local_topk(
     require_planes(planes)
     kinds = (torch.int32, torch.int64)
     logits = require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True)
+    if isinstance(local_lens, torch.Tensor) and local_lens.dim() == 2 and local_lens.numel() == logits.shape[0]:
+        local_lens = local_lens.reshape(-1)  # as local_seq_lens gives them for [requests, next_n]
     local_lens = require_tensor("local_lens", local_lens, dtypes=kinds, shape=(logits.shape[0],), device=logits.device)
     longest = int(local_lens.max()) if local_lens.numel() else 0
     if longest > logits.shape[1]:

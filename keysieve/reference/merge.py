@@ -67,8 +67,8 @@ def merge(
         rank: the rank whose winners are returned, 0..world-1.
         interleave: consecutive positions on one rank (S).
         planes: index planes of the candidate rows.
-        seq_lens: integer ``[rows]``, global lengths. With them a rank whose full list is all it has is known not to be
-            saturated, and lists that do not fit the lengths are refused.
+        seq_lens: integer ``[rows]`` or ``[requests, next_n]``, global lengths. With them a rank whose full list is all
+            it has is known not to be saturated, and lists that do not fit the lengths are refused.
         second: int32 ``[world, rows, k + planes * ceil(k / 32)]``: the local top-K lists of the saturated ranks (see
             :func:`saturated_ranks`); what the other ranks' entries hold is not read.
         kv_table, kv_page, block_rows, row_request: this rank's block table, as for ``topk``: physical rows are
@@ -87,6 +87,8 @@ def merge(
     if n > k:
         refuse("words", got=f"lists of {n} candidates for k={k}", accepted="n <= k", remedy="Offer at most k a rank.")
     if seq_lens is not None:
+        if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.numel() == rows:
+            seq_lens = seq_lens.reshape(-1)
         seq_lens = require_tensor("seq_lens", seq_lens, dtypes=(torch.int32, torch.int64), shape=(rows,))
         _check_lists("words", order, seq_lens, interleave, n, order.new_ones((rows, world), dtype=torch.bool))
     saturated = _saturated(order, k, n, seq_lens, interleave)

@@ -219,6 +219,7 @@ def score(
     index_table: torch.Tensor,
     max_len: int | None = None,
     *,
+    out: torch.Tensor | None = None,
     faults: Faults | None = None,
 ) -> torch.Tensor:
     """Logits of every row over its whole context, on the CPU; see :func:`keysieve.score` for the arguments.
@@ -231,4 +232,4 @@ def score(
     result = score_checked(step, check_max_len(max_len), found)
     if faults is None:
         found.warn(stacklevel=2)
-    return result
+    return result if out is None else out.copy_(result)

@@ -104,7 +104,7 @@ def check_topk(
         "logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True, remedy=remedy
     )
     rows, device = logits.shape[0], logits.device
-    places = require_int("k", k, 1, MAX_TOPK, "Select fewer keys per row.")
+    places = require_int("k", k, 1, MAX_TOPK, "Select between 1 and 4096 keys per row.")
     kinds = (torch.int32, torch.int64)
     if isinstance(lengths, torch.Tensor) and lengths.dim() == 2 and lengths.numel() == rows:
         lengths = lengths.reshape(-1)
@@ -165,6 +165,8 @@ def topk(
     kv_page: int | None = None,
     block_rows: int | None = None,
     row_request: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
     faults: Faults | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact top-k of BF16 rows, on the CPU; see :func:`keysieve.topk` for the arguments.
@@ -174,7 +176,7 @@ def topk(
     """
     call = check_topk(logits, lengths, k, kv_table, kv_page, block_rows, row_request)
     found = Faults() if faults is None else faults
-    result = topk_checked(call, found)
+    chosen, number = topk_checked(call, found)
     if faults is None:
         found.warn(stacklevel=2)
-    return result
+    return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)

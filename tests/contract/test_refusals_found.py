@@ -86,6 +86,36 @@ def test_a_spec_holds_plain_ints(field: str) -> None:
         ks.IndexerSpec(**{**plain, field: float(plain[field])})
 
 
+def test_two_dimensional_lengths_pass_through_the_sharded_functions() -> None:
+    lens = torch.tensor([[40, 39], [7, 0], [3, 21]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 40, generator=generator).to(torch.bfloat16)
+    shards = [logits[:, rank::2].contiguous() for rank in (0, 1)]
+    words = [ks.local_topk(shards[r], ks.local_seq_lens(lens, 2, r), 4)[0] for r in (0, 1)]
+    flat = [ks.local_topk(shards[r], ks.local_seq_lens(lens.reshape(-1), 2, r), 4)[0] for r in (0, 1)]
+    assert torch.equal(words[0], flat[0])
+    merged = ks.merge(words, 4, rank=0, seq_lens=lens)
+    expected, _ = ks.topk(logits, lens.reshape(-1), 4)
+    assert torch.equal(merged.positions, expected)
+
+
+def test_a_subclass_stays_one_when_pickled() -> None:
+    assert type(pickle.loads(pickle.dumps(Named.empty(SPEC, 1)))) is Named
+
+
+class Named(ks.IndexCache):
+    """At module level, so that pickle finds it."""
+
+
+@pytest.mark.parametrize(("name", "value"), [("heads", 128), ("heads", 12), ("heads", 0), ("topk", 0), ("topk", 5000)])
+def test_remedies_can_be_followed(name: str, value: int) -> None:
+    with pytest.raises(ks.KeysieveError) as refusal:
+        ks.IndexerSpec(**{"heads": 8, "topk": 4, name: value})
+    text = str(refusal.value)
+    assert ("8, 16, 32, 64" if name == "heads" else "1..4096") in text
+    assert "fewer" not in text
+
+
 WORDS = torch.zeros(2, 1, 3, dtype=torch.int32)
 CALLS = {
     "local_topk list lens": lambda: ks.local_topk(LOGITS, [3, 4], 2),
