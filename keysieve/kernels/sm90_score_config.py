@@ -138,7 +138,9 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
     if config.columns <= 64:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
-    elif WIDE_GROUPS == 3 and (config.heads, config.next_n) not in CRAMPED:
+    elif (config.heads, config.next_n) in CRAMPED:
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232))
+    elif WIDE_GROUPS == 3:
         shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160))
     else:
         shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), keep_weights=True)
