@@ -66,9 +66,9 @@ def test_bound(device: torch.device, case: tuple[int, int, str, str, str]) -> No
         exact, magnitude = sc.exact_row(p, t)
         excess = (got - exact).abs() - logit_bound(exact, magnitude, config.heads)
         assert bool((excess <= 0).all()), f"row {t}: {float(excess.max())} above the bound"
-        # The bound is a worst case; what the hardware does on ordinary data is three orders nearer.
+        # The bound is a worst case; what the hardware does on ordinary data is two orders nearer.
         near = (got - exact).abs() - exact.abs() * 2.0**-8
-        assert bool((near <= magnitude * 2.0**-14).all()), f"row {t}: far from the exact logits"
+        assert bool((near <= magnitude * 2.0**-12).all()), f"row {t}: far from the exact logits"
 
 
 @cases(*SHAPES)
@@ -112,13 +112,13 @@ def test_page_placement(device: torch.device, case: int) -> None:
 
 def test_pages_beyond_four_gibibytes(device: torch.device) -> None:
     """Page offsets pass 2^32 bytes."""
-    p = sc.problem(device, sc.config_of(32, 1), [700, 64, 1], seed=9)
+    p = sc.problem(device, sc.config_of(32, 1), [700, 64, 1], seed=9, spare=30)
     want = sc.rows_of(p, sc.run(p))
     pages, stride = p.cache.shape[0], (1 << 28) + 16
     raw = torch.empty((pages - 1) * stride + sc.PAGE_BYTES, dtype=torch.uint8, device=device)
     cache = raw.as_strided((pages, 64, 132), (stride, 132, 1))
     sc.page_bytes(cache)[:] = sc.page_bytes(p.cache)
-    assert int(p.table[0, :11].max()) * stride > 1 << 32
+    assert max(int(p.table[0, :11].max()), int(p.table[1, 0]), int(p.table[2, 0])) * stride > 1 << 32
     far = replace(p, cache=cache)
     same_rows(want, sc.rows_of(far, sc.run(far)), "far pages")
 
