@@ -32,6 +32,8 @@ class Runner(Protocol):
     """One ``DecodeIndexer``'s part on one device: it owns the workspace of ``plan``."""
 
     plan: Plan
+    path: str
+    """What a step runs, in words."""
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch | None:
         """Fill every entry of ``out``; a refusal comes before the first write.

@@ -144,6 +144,12 @@ class DecodeIndexer:
         return self._backend.name
 
     @property
+    def path(self) -> str:
+        """What a step runs, in words: the backend, its kernels, and the exchange of context-parallel ranks."""
+        exchange = "" if self.dcp is None else f"; candidates exchanged by {type(self.dcp).__name__}"
+        return f"{self.backend}: {self._runner.path}{exchange}"
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of all buffers this indexer owns."""
         return self.plan.workspace_bytes

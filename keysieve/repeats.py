@@ -227,7 +227,8 @@ def same_form(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
 
     It may say no where the answer is yes, never the other way round.
     """
-    compared = _compared_by_torch(tensors)
+    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    compared = _compared_by_torch(tensors) if plain else None
     return compared if compared is not None else _compared_here(tensors)
 
 

@@ -28,6 +28,10 @@ _SELECTORS: Final = 256
 """Shapes of the public top-k whose selectors are kept."""
 
 
+NO_STREAM: Final = -1
+"""A handle that no stream has."""
+
+
 class DeviceFlags:
     """One int32 flag word on a device that kernels raise bits of and ``take`` reports. See ``kernels/flags.py``."""
 
@@ -213,8 +217,14 @@ class Sm90Runner:
     """One ``DecodeIndexer`` on one Hopper GPU: its workspace, its kernels, and two launches a step.
 
     The workspace is used by one stream at a time. An eager step on another stream than the last one first waits for
-    that one. Captured steps wait for nothing: graphs that share an indexer are replayed one after another, as an
-    engine does; graphs that run side by side need an indexer each.
+    that one, and so does a captured step on another stream of the same capture. A replay is not seen by the host:
+    graphs that share an indexer are replayed one after another, as an engine does; graphs that run side by side need
+    an indexer each.
+
+    Attributes:
+        stream: of the last step, if that was an eager one: a step on it need not take turns.
+        index: the device's.
+        path: what a step runs, in words.
     """
 
     def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device) -> None:
@@ -228,6 +238,8 @@ class Sm90Runner:
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
         self.index = device.index or 0
+        release = ", released early" if problem.early_release else ""
+        self.path = f"score into compact logits, then select as its programmatic dependent{release}: two kernels"
         self._calls: Calls = []
         self._select = select_host.Selector(
             lambda kernel, config: Recorder(backend.launcher(device, kernel, config), self._calls),
@@ -243,6 +255,7 @@ class Sm90Runner:
             )
             backend.launcher(device, sm90_score_config.KERNEL, config)
         self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
+        self._last_eager, self._last_captured = self.stream, NO_STREAM
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
@@ -298,12 +311,23 @@ class Sm90Runner:
         return self._calls
 
     def take_turns(self, stream: int) -> None:
-        """Make ``stream``, the current one, wait for the stream that used the workspace before it."""
-        if capturing():
-            return
-        before = torch.cuda.ExternalStream(self.stream, device=self._device)  # type: ignore[no-untyped-call]  # torch's
-        torch.cuda.current_stream(self._device).wait_stream(before)
-        self.stream = stream
+        """Make ``stream``, the current one, wait for the last step of another stream where the host can see that.
+
+        An eager step waits for the last eager one. A captured step waits for the last captured one if that one's stream
+        is part of a capture now: a capture that forks. Replays are not seen here.
+        """
+        captured = capturing()
+        before = self._last_captured if captured else self._last_eager
+        if captured and before == NO_STREAM:
+            before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
+        if before not in (stream, NO_STREAM):
+            other = torch.cuda.ExternalStream(before, device=self._device)  # type: ignore[no-untyped-call]  # torch's
+            if not captured or _in_capture(other):
+                torch.cuda.current_stream(self._device).wait_stream(other)
+        if captured:
+            self._last_captured, self.stream = stream, NO_STREAM  # so that the next step comes here as well
+        else:
+            self._last_captured, self.stream, self._last_eager = NO_STREAM, stream, stream
 
     # Context parallelism does not run here (Sm90Backend.runner refuses it), so nobody comes this way.
 
@@ -374,6 +398,12 @@ class Sm90Relaunch:
         if self._lens is not None:
             self._lens[: seq_lens.numel()].view(seq_lens.shape).copy_(seq_lens)
         self._launches(*addresses, stream)
+
+
+def _in_capture(stream: torch.cuda.Stream) -> bool:
+    """Is ``stream`` part of a capture that goes on?"""
+    with torch.cuda.stream(stream):
+        return capturing()
 
 
 def _no_sharding() -> KeysieveError:

@@ -20,6 +20,8 @@ class CpuRunner:
         plan: a plan for the cpu backend.
     """
 
+    path = "PyTorch, request by request: score, then select"
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.faults = Faults()

@@ -28,20 +28,22 @@ class Device:
     index: int = 0
     entered: list[int] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
-    capturing: bool = False
+    capturing: set[int] = field(default_factory=set)
+    """Streams that are part of a capture."""
 
     def install(self, patch: pytest.MonkeyPatch) -> sm90.Sm90Backend:
         """Put the faked device where the host looks."""
         backend = sm90.Sm90Backend()
         backend._sms[CPU] = 132
         patch.setattr(sm90, "Launcher", lambda kernel, config, _device: Launch(self, kernel.symbol(config)))
-        patch.setattr(sm90, "capturing", lambda: self.capturing)
+        patch.setattr(sm90, "capturing", lambda: self.stream in self.capturing)
         patch.setattr(indexer, "resolve", lambda *_args, **_options: backend)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: self.stream, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: self.index, raising=False)
         patch.setattr(torch.cuda, "device", lambda index: Entered(self, index))
         patch.setattr(torch.cuda, "ExternalStream", lambda handle, **_: handle)
         patch.setattr(torch.cuda, "current_stream", lambda _device: Stream(self))
+        patch.setattr(torch.cuda, "stream", lambda handle: Current(self, handle))
         return backend
 
 
@@ -69,6 +71,19 @@ class Entered:
 
     def __exit__(self, *_: object) -> None:
         self._device.index = self._before
+
+
+class Current:
+    """In place of the context manager torch.cuda.stream."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self._device, self._handle = device, handle
+
+    def __enter__(self) -> None:
+        self._before, self._device.stream = self._device.stream, self._handle
+
+    def __exit__(self, *_: object) -> None:
+        self._device.stream = self._before
 
 
 class Stream:

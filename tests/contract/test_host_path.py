@@ -345,15 +345,42 @@ def test_another_stream_waits_for_the_last_one(device: Device, times: int) -> No
     assert device.waits == [(5, 0), (9, 5), (5, 9)]
 
 
-def test_a_captured_step_waits_for_nothing(device: Device) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_captured_step_does_not_wait_for_eager_ones(device: Device, times: int) -> None:
+    """And the other way round: nothing of a capture has run when it was made."""
     indexer, given = build(), arguments()
-    device.stream, device.capturing = 3, True
+    for _ in range(times):
+        call(indexer, given)
+    device.stream, device.capturing = 3, {3}
     for _ in range(3):
         call(indexer, given)
     assert device.waits == []
-    device.stream, device.capturing = 0, False
+    device.stream, device.capturing = 0, set()
     call(indexer, given)
     assert device.waits == []  # the eager stream is still the last one that eager steps used
+    device.stream = 3
+    call(indexer, given)
+    assert device.waits == [(3, 0)]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_capture_that_forks_keeps_its_steps_apart(device: Device, times: int, first: int) -> None:
+    """Steps on two streams of one capture, also where it began on the stream of the eager steps."""
+    indexer, given = build(), arguments()
+    for _ in range(times):
+        call(indexer, given)
+    device.capturing = {first, 4}
+    for device.stream in (first, 4, 4, first):
+        call(indexer, given)
+    assert device.waits == [(4, first), (first, 4)]
+    device.capturing = {5}
+    device.stream = 5
+    call(indexer, given)
+    assert device.waits == [(4, first), (first, 4)], "a finished capture is nothing to wait for"
+    device.capturing, device.stream = set(), 0
+    call(indexer, given)
+    assert len(device.waits) == 2
 
 
 def test_launches_enter_the_device_of_the_tensors(device: Device) -> None:
@@ -420,6 +447,32 @@ def test_strided_counts_are_refused(device: Device, many: bool) -> None:
     error = same_as_first(device, indexer, given | {"counts": torch.zeros(4, 2, dtype=torch.int32)[:, 0]}).error
     assert error is not None
     assert "counts" in error[1]
+
+
+def test_a_compiled_caller_keeps_the_step_and_takes_the_known_form(device: Device) -> None:
+    """torch.compile(fullgraph): one operator, which launches with the addresses of each call."""
+    indexer, given = build(), arguments()
+    traced: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.extend(str(node.target) for node in graph.graph.nodes if "keysieve" in str(node.target))
+        return graph.forward
+
+    torch.compiler.reset()
+    layer = torch.compile(lambda inputs: call(indexer, inputs).rows, backend=keep, fullgraph=True)
+    for _ in range(3):
+        inputs = given | {"weights": given["weights"].clone()}
+        device.launched.clear()
+        assert layer(inputs) is inputs["out"]
+        assert [inputs["weights"].data_ptr() in args for _, args in device.launched] == [True, False]
+    assert traced == ["keysieve.decode_step.default"]
+    assert len(indexer._known) == 1
+
+
+def test_the_path_is_said(device: Device) -> None:
+    assert build().path == "sm90: score into compact logits, then select as its programmatic dependent: two kernels"
+    assert "released early" in build(early_release=True).path
+    assert device.launched == []
 
 
 def test_no_rows_launch_nothing(device: Device) -> None:
