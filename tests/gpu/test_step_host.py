@@ -200,3 +200,45 @@ def test_refusals_of_known_forms_write_nothing(device: torch.device) -> None:
         said = raised(ks.KeysieveError, lambda i=known: i(*x.arguments(), out=rows, counts=rows.view(-1)[: x.rows]))
         assert "counts" in said
     assert bool((rows == 0x5A5A5A5A).all())
+
+
+def test_a_capture_that_forks_keeps_its_steps_apart(device: torch.device) -> None:
+    """Two steps on two streams of one capture share the workspace and do not meet in it."""
+    sets = [Inputs(device, (32, 2048, 2, "fp8_fp32", torch.float32, 5, 60000), seed) for seed in (3, 4)]
+    indexer = built(sets[0], device)
+    want = [indexer(*x.arguments()).rows for x in sets]
+    rows = [poison((x.rows, x.spec.topk), torch.int32, device) for x in sets]
+    counts = [poison((x.rows,), torch.int32, device) for x in sets]
+    side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream(device)
+        side.wait_stream(main)
+        for _ in range(5):
+            for x, out, number, stream in zip(sets, rows, counts, (main, side), strict=True):
+                with torch.cuda.stream(stream):
+                    indexer(*x.arguments(), out=out, counts=number)
+        main.wait_stream(side)
+    for _ in range(50):
+        for out in rows:
+            out.fill_(0x5A5A5A5A)
+        graph.replay()
+        assert all(torch.equal(out, expected) for out, expected in zip(rows, want, strict=True))
+    indexer.check()
+
+
+def test_a_kernel_first_asked_for_in_a_capture_is_refused(device: torch.device) -> None:
+    """bfloat16 weights with an unusual shape, so that no other test has loaded that scorer; one eager step is the cure."""
+    x = Inputs(device, (16, 64, 5, "fp8_ue8m0", torch.bfloat16, 2, 900), seed=13)
+    indexer = built(x, device)
+    rows, counts = poison((x.rows, 64), torch.int32, device), poison((x.rows,), torch.int32, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        said = raised(ks.KeysieveError, lambda: indexer(*x.arguments(), out=rows, counts=counts))
+        rows[:1].add_(0)
+    assert "graph is being captured" in said
+    assert "run one step" in said
+    want = indexer(*x.arguments()).rows
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        indexer(*x.arguments(), out=rows, counts=counts)
+    graph.replay()
+    assert torch.equal(rows, want)
