@@ -71,6 +71,18 @@ def chosen(kernel: Kernel, arch: str, everything: bool, wanted: dict[str, set[st
     ]
 
 
+def check_filters(kernels: list[Kernel], archs: tuple[str, ...], wanted: dict[str, set[str]]) -> None:
+    """Refuse an option that none of `kernels` has, and a value that no configuration has: nothing would be compiled."""
+    for option, values in wanted.items():
+        having = [k for k in kernels if option in {field.name for field in dataclasses.fields(k.config)}]
+        if not having:
+            options = sorted({field.name for k in kernels for field in dataclasses.fields(k.config)})
+            require_choice("--set", option, tuple(options), "`keysieve compile --list` shows the configurations.")
+        known = {str(getattr(c, option)) for k in having for arch in archs if arch in k.archs for c in k.admitted(arch)}
+        for value in sorted(values - known):
+            require_choice(f"--set {option}", value, tuple(sorted(known)), "Name values that a configuration has.")
+
+
 def run(args: argparse.Namespace) -> int:
     """Compile what was asked for; 1 when anything failed."""
     archs, wanted = targets(args.arch), filters(args.set)
@@ -80,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.kernel or ():
         require_choice("--kernel", name, tuple(known), "`keysieve compile --list` shows them.")
     picked = [known[name] for name in args.kernel] if args.kernel else list(known.values())
+    check_filters(picked, archs, wanted)
     jobs = [
         parallel.Job(kernel.name, config, arch)
         for arch in archs

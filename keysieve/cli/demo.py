@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keysieve.checks import refuse
+from keysieve.checks import refuse, require_int
+from keysieve.spec import MAX_TOPK
 
 if TYPE_CHECKING:
     from keysieve.demo.ranks import RankReport
@@ -49,7 +51,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every selection was exact and every layer attended to nothing else, else 1."""
-    # Imported here: the other subcommands need neither rich nor transformers nor matplotlib.
+    # Imported here: the other subcommands need neither rich nor transformers nor matplotlib. All of them are looked for
+    # before anything runs: the pictures come last, and a minute of decoding would be lost.
+    for package in ("rich", "transformers", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from rich.console import Console
 
@@ -94,6 +100,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         text = read_text(args.text)
     except OSError as error:
         refuse("--text", got=f"{args.text} ({error.strerror})", accepted="a readable file", remedy="Check the path.")
+    require_int("--topk", args.topk, 1, MAX_TOPK, "Select between 1 and 4096 keys per row.")
     text = text[: max(args.bytes, 0)]
     if not 0 < args.steps < len(text):
         accepted = f"an int in 1..{max(len(text) - 1, 1)}, for a text of {len(text)} bytes"

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (missing.name or "").partition(".")[0]
         if package not in OPTIONAL:
             raise
-        install = f"pip install 'keysieve[{OPTIONAL[package]}]'"
+        extra = "demo" if args.command == "demo" else OPTIONAL[package]  # the demo needs several: name them at once
+        install = f"pip install 'keysieve[{extra}]'"
         return _say(f"keysieve {args.command}: needs the package {package}, which is not installed: {install}", MISSING)
     except BrokenPipeError:  # the reader of a pipe has seen enough; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

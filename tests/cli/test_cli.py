@@ -105,7 +105,7 @@ def test_missing_package_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     assert run("demo", "--bytes", "8", "--steps", "2") == 3
     err = capsys.readouterr().err
     assert "needs the package rich" in err
-    assert "pip install 'keysieve[cli]'" in err
+    assert "pip install 'keysieve[demo]'" in err
     assert run("doctor") == 0, "doctor prints plain tables without rich"
     assert "backend cpu" in capsys.readouterr().out
 

@@ -103,3 +103,12 @@ def test_a_failing_job_is_a_result_not_an_exception() -> None:
     result = parallel.do(parallel.Job("tile_offsets", TileOffsetsConfig(1), "sm_80"))
     assert result.status == "failed"
     assert "it compiles for sm_90a" in result.error
+
+
+def test_options_and_values_that_nothing_has_are_refused(command: Callable[..., int]) -> None:
+    with pytest.raises(KeysieveError, match=r"--set: got 'hedas'"):
+        command("--set", "hedas=32", "--list")
+    with pytest.raises(KeysieveError, match=r"--set heads: got '7'"):
+        command("--kernel", "sm90_score", "--set", "heads=7", "--list")
+    with pytest.raises(KeysieveError, match=r"--set: got 'heads'"):
+        command("--kernel", "tile_offsets", "--set", "heads=32", "--list")
