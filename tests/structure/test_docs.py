@@ -1,0 +1,42 @@
+"""What the documentation shows runs, and what it links to exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+RUNNABLE = [ROOT / "README.md", ROOT / "docs" / "engine.md"]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: p.name)
+def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), {})
+    if page.name == "README.md":
+        assert "2048" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_can_be_reached() -> None:
+    """From README over links alone."""
+    seen: set[Path] = set()
+    open_pages = [ROOT / "README.md"]
+    while open_pages:
+        page = open_pages.pop()
+        if page in seen or not page.exists():
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", page.read_text())
+        open_pages += [(page.parent / target).resolve() for target in links if "://" not in target]
+    assert not {p.relative_to(ROOT) for p in PAGES} - {p.relative_to(ROOT) for p in seen}
