@@ -31,6 +31,9 @@ _SELECTORS: Final = 256
 NO_STREAM: Final = -1
 """A handle that no stream has."""
 
+LEGACY_STREAM: Final = 0
+"""The default stream's handle. It cannot be captured, and during some captures it is an error to ask whether it is."""
+
 
 class DeviceFlags:
     """One int32 flag word on a device that kernels raise bits of and ``take`` reports. See ``kernels/flags.py``."""
@@ -322,7 +325,7 @@ class Sm90Runner:
             before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
         if before not in (stream, NO_STREAM):
             other = torch.cuda.ExternalStream(before, device=self._device)  # type: ignore[no-untyped-call]  # torch's
-            if not captured or _in_capture(other):
+            if not captured or (before != LEGACY_STREAM and _in_capture(other)):
                 torch.cuda.current_stream(self._device).wait_stream(other)
         if captured:
             self._last_captured, self.stream = stream, NO_STREAM  # so that the next step comes here as well
