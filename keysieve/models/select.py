@@ -13,6 +13,8 @@ What the kernel relies on, and what the property tests of this module hold to a 
    position, and each of those holds a key that is preferred to it. So a long row is a selection among tops (an eighth
    of the data) followed by one among the keys of exactly K groups, and no list can overflow, whatever the number of
    equal keys.
+5. **Room.** Any larger set of groups serves as well if it contains those K. Where all groups whose tops share the K-th
+   top's first digit, or exceed it, fit the room there is, they are taken and the second digit is not looked for.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ Keys: TypeAlias = NDArray[np.uint16]
 Indices: TypeAlias = NDArray[np.int64]
 
 GROUP = 8
-HIGH_BINS = 2048
-LOW_BINS = 32
+HIGH_BITS = 11
+TOP_BITS = 12
+"""Bits of the first digit: among keys, and among the maxima of a row that one block works on."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,37 @@ def _crossing(counts: NDArray[np.int64], want: int) -> tuple[int, int]:
     return len(counts) - 1 - place, int(upto[place] - counts[len(counts) - 1 - place])
 
 
-def find_threshold(parts: list[Keys], want: int) -> Threshold:
+def find_high(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> tuple[int, int, int]:
+    """First pass over all parts: (upper `bits` bits of the `want`-th key, keys above its bin, keys in the bin)."""
+    bins = 1 << bits
+    counts = sum((np.bincount(part >> (16 - bits), minlength=bins) for part in parts), np.zeros(bins, np.int64))
+    digit, above = _crossing(counts, want)
+    return digit, above, int(counts[digit])
+
+
+def find_threshold(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> Threshold:
     """Two histogram passes over all parts. `want` keys or more must exist (1 <= want)."""
-    high = sum((np.bincount(part >> 5, minlength=HIGH_BINS) for part in parts), np.zeros(HIGH_BINS, np.int64))
-    digit, above = _crossing(high, want)
+    digit, above, _ = find_high(parts, want, bits)
+    bins, shift = 1 << (16 - bits), 16 - bits
     low = sum(
-        (np.bincount(part[(part >> 5) == digit] & 31, minlength=LOW_BINS) for part in parts),
-        np.zeros(LOW_BINS, np.int64),
+        (np.bincount(part[(part >> shift) == digit] & (bins - 1), minlength=bins) for part in parts),
+        np.zeros(bins, np.int64),
     )
     rest, between = _crossing(low, want - above)
-    return Threshold(digit << 5 | rest, want - above - between)
+    return Threshold(digit << shift | rest, want - above - between)
 
 
-def take(parts: list[Keys], want: int) -> list[Indices]:
+def take_with_room(part: Keys, want: int, room: int) -> Indices:
+    """Indices of at most `room` of a single part's keys, ascending, with the `want` best among them (room >= want)."""
+    digit, above, inside = find_high([part], want, TOP_BITS)
+    if above + inside <= room:
+        return np.flatnonzero(part >= digit << (16 - TOP_BITS))
+    return take([part], want, TOP_BITS)[0]
+
+
+def take(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> list[Indices]:
     """For every part, the indices it contributes to the `want` best of all, ascending. Parts are in position order."""
-    threshold = find_threshold(parts, want)
+    threshold = find_threshold(parts, want, bits)
     taken: list[Indices] = []
     equal_before = 0
     for part in parts:
@@ -105,15 +124,19 @@ def select_direct(keys: Keys, want: int, parts: int = 1, head: int = 0) -> Indic
     return np.concatenate([run.start + indices for run, indices in zip(runs, taken, strict=True)])
 
 
-def select_two_level(keys: Keys, want: int, tops: Keys, parts: int = 1, head: int = 0) -> Indices:
+def select_two_level(
+    keys: Keys, want: int, tops: Keys, parts: int = 1, head: int = 0, room: int | None = None
+) -> Indices:
     """Selection among the tops of a row's groups, then among the keys of the `want` groups found.
 
     tops: one entry per group that has a key inside the row; there must be at least `want`. Each part keeps the groups
-    it found and selects among their keys; the parts' lists together hold exactly `want` groups.
+    it found and selects among their keys; the parts' lists together hold exactly `want` groups. room: groups that a
+    single part can hold (at least `want`), if that may be used.
     """
     runs = split(len(tops), parts)
-    groups = [run.start + found for run, found in zip(runs, take([tops[run] for run in runs], want), strict=True)]
-    assert sum(map(len, groups)) == want
+    found = take([tops[run] for run in runs], want) if room is None else [take_with_room(tops, want, room)]
+    groups = [run.start + indices for run, indices in zip(runs, found, strict=True)]
+    assert room is not None or sum(map(len, groups)) == want
     positions = [(found[:, None] * GROUP + np.arange(GROUP) - head).reshape(-1) for found in groups]
     inside = [(place >= 0) & (place < len(keys)) for place in positions]
     lists = [
@@ -137,7 +160,9 @@ def select_row(
     groups = -(-(len(keys) + head) // GROUP)
     if -(-groups // parts) * GROUP <= direct or groups < k:
         return select_direct(keys, k, parts, head)
-    return select_two_level(keys, k, (tops_of(keys, head) if tops is None else tops)[:groups], parts, head)
+    tops = (tops_of(keys, head) if tops is None else tops)[:groups]
+    room = max(k, direct // GROUP) if parts == 1 else None
+    return select_two_level(keys, k, tops, parts, head, room)
 
 
 def row_starts(lengths: NDArray[np.int64], next_n: int, topk: int) -> NDArray[np.int64]:

@@ -62,6 +62,18 @@ def test_two_levels_need_exactly_k_groups(keys: np.ndarray, parts: int, data: st
     assert got.tolist() == oracle(keys, k).tolist()
 
 
+@settings(max_examples=200, deadline=None)
+@given(keys=rows(), head=st.integers(0, 7), data=st.data())
+def test_more_groups_than_k_serve_as_well(keys: np.ndarray, head: int, data: st.DataObject) -> None:
+    tops = model.tops_of(keys, head)
+    k = data.draw(st.integers(1, len(tops)))
+    room = data.draw(st.integers(k, len(tops)))
+    taken = model.take_with_room(tops, k, room)
+    assert k <= len(taken) <= room
+    assert set(model.take([tops], k)[0].tolist()) <= set(taken.tolist())
+    assert model.select_two_level(keys, k, tops, 1, head, room).tolist() == oracle(keys, k).tolist()
+
+
 def test_ties_inside_a_group_and_across_groups() -> None:
     # Two groups tie by their tops; the wanted keys are spread over both, and the later group holds more of them.
     keys = np.array([5, 9, 1, 1, 1, 1, 1, 1, 9, 9, 9, 9, 9, 9, 9, 9], np.uint16) + 0x8000
