@@ -227,7 +227,7 @@ def test_a_capture_that_forks_keeps_its_steps_apart(device: torch.device) -> Non
 
 
 def test_a_kernel_first_asked_for_in_a_capture_is_refused(device: torch.device) -> None:
-    """bfloat16 weights and an unusual shape, so that no other test has loaded that scorer; an eager step is the cure."""
+    """bfloat16 weights and an unusual shape: no other test has loaded that scorer. An eager step is the cure."""
     x = Inputs(device, (16, 64, 5, "fp8_ue8m0", torch.bfloat16, 2, 900), seed=13)
     indexer = built(x, device)
     rows, counts = poison((x.rows, 64), torch.int32, device), poison((x.rows,), torch.int32, device)
