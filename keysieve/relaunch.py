@@ -30,10 +30,12 @@ class Named:
     """A tensor whose ``data_ptr()`` is an :class:`Address`; in all else the tensor itself."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._tensor, self._name = tensor, name
+        self._tensor, self._address = tensor, Address(tensor.data_ptr(), name)
+        # What host functions ask for most, at hand: __getattr__ is slow.
+        self.shape, self.stride, self.is_contiguous = tensor.shape, tensor.stride, tensor.is_contiguous
 
     def data_ptr(self) -> Address:
-        return Address(self._tensor.data_ptr(), self._name)
+        return self._address
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._tensor, attribute)
