@@ -242,3 +242,25 @@ def test_a_kernel_first_asked_for_in_a_capture_is_refused(device: torch.device) 
         indexer(*x.arguments(), out=rows, counts=counts)
     graph.replay()
     assert torch.equal(rows, want)
+
+
+def test_tensors_on_the_last_device(device: torch.device) -> None:
+    """Whatever device is current: with several GPUs, tensors and streams of another one; with one GPU, that one."""
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    here, there = Inputs(device, CASE, seed=14), Inputs(last, CASE, seed=14)
+    assert torch.cuda.current_device() == device.index
+    indexer = built(there, last)
+    want = built(here, device)(*here.arguments(), positions=True)
+    side = torch.cuda.Stream(last)
+    for i in range(6):
+        with torch.cuda.stream(side if i % 2 else None), torch.cuda.device(device):
+            got = indexer(*there.arguments(), positions=True)
+        torch.cuda.synchronize(last)
+        assert got.rows.device == last
+        assert torch.equal(got.rows.cpu(), want.rows.cpu())
+        assert torch.equal(got.counts.cpu(), want.counts.cpu())
+    positions, counts = there.expected()
+    assert torch.equal(want.rows.cpu(), positions)
+    assert torch.equal(want.counts.cpu(), counts)
+    assert torch.cuda.current_device() == device.index
+    indexer.check()
