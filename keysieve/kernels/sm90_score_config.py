@@ -49,6 +49,7 @@ class ScoreShape:
     query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
     registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
     registers; else they are read from shared memory for every page of a chunk, or (keep_weights) for every chunk.
+    turns: warpgroups start their products one after another, so that one's reductions meet another's products.
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
     warpgroup must take part). prefetch_table: ask for the page tables before the lengths are known. trace: write times
     instead of `starts` (see `score_trace`).
@@ -61,6 +62,7 @@ class ScoreShape:
     registers: tuple[int, int] = (0, 0)
     resident: bool = False
     keep_weights: bool = False
+    turns: bool = False
     evict_first: bool = True
     producer_warps: int = 4
     prefetch_table: bool = False
@@ -130,6 +132,9 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
 WIDE_GROUPS = 3
 """Consumer warpgroups where a tile's columns pass 64, for configurations that fit three."""
 
+WIDE_TURNS = False
+"""Whether they take turns."""
+
 CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7), (64, 8)})
 """(heads, next_n) whose consumers would spill within the registers that three warpgroups leave them."""
 
@@ -139,11 +144,13 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     if config.columns <= 64:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
     elif (config.heads, config.next_n) in CRAMPED:
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232))
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), turns=WIDE_TURNS)
     elif WIDE_GROUPS == 3:
-        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160))
+        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), turns=WIDE_TURNS)
     else:
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), keep_weights=True)
+        shape = ScoreShape(
+            groups=2, stages=10, query_stages=2, registers=(40, 232), keep_weights=True, turns=WIDE_TURNS
+        )
     return fitted(config, shape)
 
 

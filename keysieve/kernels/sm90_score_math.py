@@ -25,6 +25,8 @@ from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
 
 SCALE_OFFSET = 8192
 K_STEP = 32
+TURN_BARRIER = 2
+"""First of the named barriers with which warpgroups take turns; 1 is the plan's, 0 the block's."""
 
 
 class Targets:
@@ -142,7 +144,10 @@ def consume(
     stride = Int64(0)
     stage = group
     phase = Int32(0)
-    for _ in cutlass.range(group, last - first, shape.groups, unroll=1):
+    if cutlass.const_expr(shape.turns):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if group == Int32(shape.groups - 1):
+            pass_turn(shape, group, Int32(1))
+    for index in cutlass.range(group, last - first, shape.groups, unroll=1):
         sync.wait_barrier(shared.key_full + stage, phase)
         owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
         sequence = Int32(sequence_word)
@@ -176,6 +181,8 @@ def consume(
             scale_place,
             quad,
             lane,
+            group,
+            Int32(index + Int32(1) < last - first),
         )
         stage = stage + Int32(shape.groups)
         if stage >= Int32(shape.stages):
@@ -233,9 +240,14 @@ def score_tile(
     scale_place: Uint32,
     quad: Uint32,
     lane: Int32,
+    group: Int32,
+    more: Int32,
 ) -> None:
-    """All products of a tile and their results. position: of this lane's key in its request."""
+    """All products of a tile and their results. position: of this lane's key in its request. more: the block has
+    another tile, the next group's."""
     steps = [(chunk, page) for chunk in range(len(kernel.chunks)) for page in range(PAGES_PER_TILE)]
+    if cutlass.const_expr(kernel.shape.turns):
+        cute.arch.barrier(barrier_id=Int32(TURN_BARRIER) + group, number_of_threads=256)
     for ahead in cutlass.range_constexpr(2):
         products.issue(steps[ahead][0], steps[ahead][1], stage, query_stage)
     scale = key_scale(kernel.config, shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place)
@@ -256,7 +268,18 @@ def score_tile(
         stride,
         scale,
         lane,
+        group,
+        more,
     )
+
+
+@cute.jit
+def pass_turn(shape: cutlass.Constexpr[Any], group: Int32, more: Int32) -> None:
+    """With `turns`: this group has started its products; the next one may, if there is a tile for it."""
+    if cutlass.const_expr(shape.turns):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if more != Int32(0):
+            after = (group + Int32(1)) % Int32(shape.groups)
+            cute.arch.barrier_arrive(barrier_id=Int32(TURN_BARRIER) + after, number_of_threads=256)
 
 
 def finish_tile(
@@ -274,8 +297,12 @@ def finish_tile(
     stride: Int64,
     scale: Float32,
     lane: Int32,
+    group: Int32,
+    more: Int32,
 ) -> None:
     """Reduce each product while the next one runs; store a chunk when both of its pages are done."""
+    if len(steps) == 2:
+        pass_turn(kernel.shape, group, more)
     places = store.Places(targets, row, stride, position, lane)
     inside = store.row_lengths(lengths, kernel.config.next_n)
     halves: list[Any] = []
@@ -290,6 +317,8 @@ def finish_tile(
             weights.forget()
         if step + 2 < len(steps):
             products.issue(steps[step + 2][0], steps[step + 2][1], stage, query_stage)
+            if step + 3 == len(steps):
+                pass_turn(kernel.shape, group, more)
         if page == 1:
             start, rows = kernel.chunks[chunk]
             values = [
