@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keysieve as ks
-from keysieve import IndexerSpec, repeats
+from keysieve import IndexerSpec, repeats, sm90
 from keysieve import indexer as indexer_module
 
 Change = Callable[[Any], Any]
@@ -363,10 +363,11 @@ def test_a_captured_step_does_not_wait_for_eager_ones(device: Device, times: int
     assert device.waits == [(3, 0)]
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [2, 3])
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_capture_that_forks_keeps_its_steps_apart(device: Device, times: int, first: int) -> None:
     """Steps on two streams of one capture, also where it began on the stream of the eager steps."""
+    device.stream = 2
     indexer, given = build(), arguments()
     for _ in range(times):
         call(indexer, given)
@@ -378,9 +379,18 @@ def test_a_capture_that_forks_keeps_its_steps_apart(device: Device, times: int, 
     device.stream = 5
     call(indexer, given)
     assert device.waits == [(4, first), (first, 4)], "a finished capture is nothing to wait for"
-    device.capturing, device.stream = set(), 0
+    device.capturing, device.stream = set(), 2
     call(indexer, given)
     assert len(device.waits) == 2
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(device: Device) -> None:
+    """It cannot be, and CUDA may answer the question with an error while another stream is."""
+    indexer, given = build(), arguments()
+    call(indexer, given)
+    device.stream, device.capturing = 3, {0, 3}
+    call(indexer, given)
+    assert device.waits == []
 
 
 def test_launches_enter_the_device_of_the_tensors(device: Device) -> None:
@@ -473,6 +483,29 @@ def test_the_path_is_said(device: Device) -> None:
     assert build().path == "sm90: score into compact logits, then select as its programmatic dependent: two kernels"
     assert "released early" in build(early_release=True).path
     assert device.launched == []
+
+
+def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone are judged without a cache; with one, its device and its pages' alignment as well."""
+    backend = device.install(monkeypatch)
+    monkeypatch.setattr(sm90, "unlaunchable", lambda _: None)
+    cache = arguments()["cache"]
+    assert backend.reason_against(SPEC, 1, CPU, None) is None
+    assert backend.reason_against(SPEC, 8, CPU, cache) is None
+    said = {
+        "numerics": backend.reason_against(IndexerSpec(8, 16, numerics="bf16"), 1, CPU, cache),
+        "spec": backend.reason_against(IndexerSpec(8, 16, "mxfp4"), 1, CPU, None),
+        "cache": backend.reason_against(SPEC, 1, CPU, ks.IndexCache(SPEC, cache.data.to("meta"))),
+    }
+    for name, reason in said.items():
+        assert reason is not None
+        assert reason.startswith(f"{name}: got ")
+    cache.data.set_(moved(cache.data, 8))
+    reason = backend.reason_against(SPEC, 1, CPU, cache)
+    assert reason is not None
+    assert "16-byte aligned" in reason
+    monkeypatch.setattr(sm90, "unlaunchable", lambda _: "the toolchain is missing")
+    assert backend.reason_against(SPEC, 1, CPU, None) == "the toolchain is missing"
 
 
 def test_no_rows_launch_nothing(device: Device) -> None:
