@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import keysieve as ks
-from keysieve import IndexerSpec, indexer, sm90
+from keysieve import IndexerSpec, indexer, sm90, sm90_step
 
 CPU = torch.device("cpu")
 SPEC = IndexerSpec(heads=8, topk=16)
@@ -36,7 +36,7 @@ class Device:
         backend = sm90.Sm90Backend()
         backend._sms[CPU] = 132
         patch.setattr(sm90, "Launcher", lambda kernel, config, _device: Launch(self, kernel.symbol(config)))
-        patch.setattr(sm90, "capturing", lambda: self.stream in self.capturing)
+        patch.setattr(sm90_step, "capturing", lambda: self.stream in self.capturing)
         patch.setattr(indexer, "resolve", lambda *_args, **_options: backend)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: self.stream, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: self.index, raising=False)
@@ -129,3 +129,11 @@ def call(made: ks.DecodeIndexer, given: dict[str, Any]) -> ks.Selection:
 
 
 POSITIONAL = ("query", "cache", "weights", "seq_lens", "index_table")
+
+
+def moved(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same tensor `by` bytes into an allocation that is 64-byte aligned."""
+    size = tensor.numel() * tensor.element_size()
+    room = torch.zeros(size + 128, dtype=torch.uint8)
+    first = -room.data_ptr() % 64 + by
+    return room[first : first + size].view(tensor.dtype).view(tensor.shape)

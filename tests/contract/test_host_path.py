@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faked_gpu import CPU, SPEC, Device, Launch, arguments, build, call
+from faked_gpu import SPEC, Device, arguments, build, call, moved
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keysieve as ks
-from keysieve import IndexerSpec, repeats, sm90
+from keysieve import IndexerSpec, repeats
 from keysieve import indexer as indexer_module
 
 Change = Callable[[Any], Any]
@@ -29,14 +29,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert repeats._torch_compares(), "this torch is one that the comparison was written for"
     made.install(monkeypatch)
     return made
-
-
-def moved(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """The same tensor `by` bytes into an allocation that is 64-byte aligned."""
-    size = tensor.numel() * tensor.element_size()
-    room = torch.zeros(size + 128, dtype=torch.uint8)
-    first = -room.data_ptr() % 64 + by
-    return room[first : first + size].view(tensor.dtype).view(tensor.shape)
 
 
 def stretched(tensor: torch.Tensor) -> torch.Tensor:
@@ -329,115 +321,6 @@ def test_formats_at_the_same_addresses_are_told_apart(device: Device) -> None:
     assert "fp8_fp32" in error[1]
 
 
-# ------------------------------------------------------------------------------------------------- streams and devices
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_another_stream_waits_for_the_last_one(device: Device, times: int) -> None:
-    """On the checked path and on the known one; the same stream again waits for nothing."""
-    indexer, given = build(), arguments()
-    for _ in range(times - 1):
-        call(indexer, given)
-    for stream in (5, 5, 9, 5):
-        device.stream = stream
-        call(indexer, given)
-        assert [args[-1] for _, args in device.launched[-2:]] == [stream, stream]
-    assert device.waits == [(5, 0), (9, 5), (5, 9)]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_captured_step_does_not_wait_for_eager_ones(device: Device, times: int) -> None:
-    """And the other way round: nothing of a capture has run when it was made."""
-    indexer, given = build(), arguments()
-    for _ in range(times):
-        call(indexer, given)
-    device.stream, device.capturing = 3, {3}
-    for _ in range(3):
-        call(indexer, given)
-    assert device.waits == []
-    device.stream, device.capturing = 0, set()
-    call(indexer, given)
-    assert device.waits == []  # the eager stream is still the last one that eager steps used
-    device.stream = 3
-    call(indexer, given)
-    assert device.waits == [(3, 0)]
-
-
-@pytest.mark.parametrize("first", [2, 3])
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_capture_that_forks_keeps_its_steps_apart(device: Device, times: int, first: int) -> None:
-    """Steps on two streams of one capture, also where it began on the stream of the eager steps."""
-    device.stream = 2
-    indexer, given = build(), arguments()
-    for _ in range(times):
-        call(indexer, given)
-    device.capturing = {first, 4}
-    for device.stream in (first, 4, 4, first):
-        call(indexer, given)
-    assert device.waits == [(4, first), (first, 4)]
-    device.capturing = {5}
-    device.stream = 5
-    call(indexer, given)
-    assert device.waits == [(4, first), (first, 4)], "a finished capture is nothing to wait for"
-    device.capturing, device.stream = set(), 2
-    call(indexer, given)
-    assert len(device.waits) == 2
-
-
-def test_the_default_stream_is_not_asked_whether_it_is_captured(device: Device) -> None:
-    """It cannot be, and CUDA may answer the question with an error while another stream is."""
-    indexer, given = build(), arguments()
-    call(indexer, given)
-    device.stream, device.capturing = 3, {0, 3}
-    call(indexer, given)
-    assert device.waits == []
-
-
-def test_launches_enter_the_device_of_the_tensors(device: Device) -> None:
-    indexer, given = build(), arguments()
-    for current in (0, 1, 1, 0):
-        device.index = current
-        call(indexer, given)
-        assert device.index == current
-    assert device.entered == [0, 0]
-    assert len(device.launched) == 8
-
-
-def test_early_release_reaches_the_selection_only(device: Device) -> None:
-    given = arguments()
-    calls = {}
-    for early in (False, True):
-        indexer = build(early_release=early)
-        device.launched.clear()
-        call(indexer, given)
-        calls[early] = list(device.launched)
-        assert ("early release" in repr(indexer)) == early
-    small = [[a for a in args if a < 4096] for early in calls for _, args in calls[early]]
-    assert small[0] == small[2]
-    assert [x - y for x, y in zip(small[3], small[1], strict=True)] == [0] * (len(small[1]) - 3) + [1, 0, 0]
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("known", [False, True])
-def test_a_failed_launch_says_which(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """From the checked path and from a known form, of the first kernel and of the second."""
-    failing = ["select"]
-
-    def function(self: Launch, *_: int) -> None:
-        if self.label.startswith(failing[0]):
-            raise RuntimeError("no such kernel image")
-
-    monkeypatch.setattr(Launch, "function", function)
-    indexer, given = build(), arguments()
-    if known:
-        failing[0] = "neither"
-        call(indexer, given)
-    for failing[0] in ("select", "sm90_score"):
-        with pytest.raises(RuntimeError, match=f"launching {failing[0]}.* failed: no such kernel image"):
-            call(indexer, given)
-        assert len(indexer._known) == int(known), "a form is known once its launches have worked"
-
-
 def test_two_dimensional_lengths_with_gaps_are_never_read_in_place(device: Device) -> None:
     """The checks flatten them into a copy; a kernel handed the caller's address would read the gaps."""
     indexer, given = build(), arguments()
@@ -457,61 +340,3 @@ def test_strided_counts_are_refused(device: Device, many: bool) -> None:
     error = same_as_first(device, indexer, given | {"counts": torch.zeros(4, 2, dtype=torch.int32)[:, 0]}).error
     assert error is not None
     assert "counts" in error[1]
-
-
-def test_a_compiled_caller_keeps_the_step_and_takes_the_known_form(device: Device) -> None:
-    """torch.compile(fullgraph): one operator, which launches with the addresses of each call."""
-    indexer, given = build(), arguments()
-    traced: list[str] = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        traced.extend(str(node.target) for node in graph.graph.nodes if "keysieve" in str(node.target))
-        return graph.forward
-
-    torch.compiler.reset()
-    layer = torch.compile(lambda inputs: call(indexer, inputs).rows, backend=keep, fullgraph=True)
-    for _ in range(3):
-        inputs = given | {"weights": given["weights"].clone()}
-        device.launched.clear()
-        assert layer(inputs) is inputs["out"]
-        assert [inputs["weights"].data_ptr() in args for _, args in device.launched] == [True, False]
-    assert traced == ["keysieve.decode_step.default"]
-    assert len(indexer._known) == 1
-
-
-def test_the_path_is_said(device: Device) -> None:
-    assert build().path == "sm90: score into compact logits, then select as its programmatic dependent: two kernels"
-    assert "released early" in build(early_release=True).path
-    assert device.launched == []
-
-
-def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes alone are judged without a cache; with one, its device and its pages' alignment as well."""
-    backend = device.install(monkeypatch)
-    monkeypatch.setattr(sm90, "unlaunchable", lambda _: None)
-    cache = arguments()["cache"]
-    assert backend.reason_against(SPEC, 1, CPU, None) is None
-    assert backend.reason_against(SPEC, 8, CPU, cache) is None
-    said = {
-        "numerics": backend.reason_against(IndexerSpec(8, 16, numerics="bf16"), 1, CPU, cache),
-        "spec": backend.reason_against(IndexerSpec(8, 16, "mxfp4"), 1, CPU, None),
-        "cache": backend.reason_against(SPEC, 1, CPU, ks.IndexCache(SPEC, cache.data.to("meta"))),
-    }
-    for name, reason in said.items():
-        assert reason is not None
-        assert reason.startswith(f"{name}: got ")
-    cache.data.set_(moved(cache.data, 8))
-    reason = backend.reason_against(SPEC, 1, CPU, cache)
-    assert reason is not None
-    assert "16-byte aligned" in reason
-    monkeypatch.setattr(sm90, "unlaunchable", lambda _: "the toolchain is missing")
-    assert backend.reason_against(SPEC, 1, CPU, None) == "the toolchain is missing"
-
-
-def test_no_rows_launch_nothing(device: Device) -> None:
-    empty = arguments(0, next_n=1)
-    indexer = build()
-    for _ in range(2):
-        assert call(indexer, empty).rows.shape == (0, 16)
-    assert device.launched == []
-    assert indexer.device == CPU
