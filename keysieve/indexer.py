@@ -13,7 +13,7 @@ import torch
 
 from keysieve import ops
 from keysieve.backends import as_device, name_for, resolve
-from keysieve.checks import KeysieveError, refuse, require_int
+from keysieve.checks import refuse, require_int
 from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import (
     Placement,
@@ -254,10 +254,8 @@ class DecodeIndexer:
             if self.dcp is not None:
                 step = self._runner.within_limits(step)
                 self._runner.check_local(self.dcp.local_lens(step.seq_lens), place)
-            logits = None if self.dcp is None else self._own_logits(self.dcp, step)
-        if self.dcp is not None and logits is not None:
-            self._exchange(self.dcp, step, logits, place, result, site)
-        elif step.rows:
+                self._exchange(self.dcp, step, self._own_logits(self.dcp, step), place, result, site)
+        if self.dcp is None and step.rows:
             relaunch = self._runner.run(step, place, result)
             if (
                 relaunch is not None
@@ -272,11 +270,16 @@ class DecodeIndexer:
 
     @contextmanager
     def _peers_told(self) -> Iterator[None]:
-        """Context-parallel peers of a refused call are told, so that they fail at once and stay in step."""
+        """Context-parallel peers of a call that ends before the exchange are told, so that all stay in step.
+
+        Whatever ended it: after an interrupt or an allocator's error, too, this rank's next call would be merged in
+        the place of this one. Once begun, ``select`` keeps the group's state itself, as its count of calls shows.
+        """
+        begun = None if self.dcp is None else self.dcp.calls
         try:
             yield
-        except KeysieveError:
-            if self.dcp is not None:
+        except BaseException:
+            if self.dcp is not None and self.dcp.calls == begun:
                 self.dcp.withdraw()
             raise
 

@@ -14,7 +14,8 @@ with zero rows makes the calls too, or its peers wait for it in vain):
 5. ``won.local`` are indices into this rank's shard: physical rows follow from this rank's ``kv_table`` by the
    ordinary rule (entries of -1 stay -1). Without a table they are the output.
 
-A call that an indexer refuses before step 4 is announced with ``dcp.withdraw()``, once, in place of ``select``.
+A call that ends before step 4, by whatever exception, is announced with ``dcp.withdraw()``, once, in place of
+``select``. Whether ``select`` was reached is seen from ``dcp.calls``, which both count before anything else.
 
 ``select`` raises :class:`ExchangeError` when the ranks disagree or a peer does not answer in time; it has then
 returned nothing, so a caller that writes outputs afterwards leaves them untouched.
@@ -34,6 +35,10 @@ from keysieve.spec import MAX_CONTEXT, MAX_WORLD, PAGE, index_planes
 
 if TYPE_CHECKING:
     from keysieve.spec import IndexerSpec
+
+
+MAX_SITE = (1 << 16) - 1
+"""The signature of a call packs rows and site into one word, 16 bits each."""
 
 
 class ExchangeError(KeysieveError, RuntimeError):
@@ -74,6 +79,8 @@ class ContextParallel(ABC):
             "interleave", interleave, 1, MAX_CONTEXT, "Use the interleave that the KV cache is sharded with."
         )
         self.sharded = bool(sharded)
+        self.calls = 0
+        """Calls begun on this rank, withdrawn ones included: :meth:`select` and :meth:`withdraw` count first."""
         self.topk = 0
         self.max_rows = 0
         self.max_context = 0
@@ -146,8 +153,9 @@ class ContextParallel(ABC):
     def withdraw(self) -> None:  # noqa: B027  # a transport that cannot tell leaves it to the peers' bounded wait
         """Tell the peers that this rank refused a call, where the transport can; collective like :meth:`select`.
 
-        Never raises: the caller has a better error at hand. Without it the peers would wait in vain, or, if the next
-        call looks the same, take its candidates for those of the refused one.
+        Raises no error: the caller has a better one at hand. Without it the peers would wait in vain, or, if the next
+        call looks the same, take its candidates for those of the refused one. An indexer does this for its own calls;
+        code that leaves out a call which the peers make (an error between two layers) does it for that call.
         """
 
     # --- what an implementation provides -----------------------------------------------------------------------

@@ -7,7 +7,12 @@ always correct.
 Before the candidates, the ranks exchange a small header: which call this is, how many rows, which lengths. Every rank
 sees every header and comes to the same verdict, so ranks that were called differently all refuse the call, with the
 same text, at once, and stay in step. A rank that does not answer at all ends the wait after ``timeout`` seconds with an
-error that names it.
+error that names it. Headers and candidates both travel from each rank to each, not by a collective of the group, so
+that a peer which stops half-way can be named too.
+
+A call that ended in the middle, by whatever exception, must not be followed by another: the next one would be merged
+in its place on the peers. So a call marks the group as broken first and takes the mark away when the ranks are known to
+be in step again; whatever happens in between, the mark stays.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from keysieve.checks import KeysieveError, UnsupportedError, message, refuse, require_tensor
-from keysieve.dcp.base import ContextParallel, ExchangeError, Winners
+from keysieve.checks import UnsupportedError, message, refuse, require_int, require_tensor
+from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge
 
@@ -42,8 +47,9 @@ _FIELDS: Final = (
     "refused",
 )
 _REFUSED: Final = len(_FIELDS) - 1
-_TAG: Final = 0x6B73
-"""Message tag of the headers, so that they do not meet other point-to-point traffic of the group."""
+_HEADER_TAG: Final = 0x6B73
+_LISTS_TAG: Final = 0x6B74
+"""Message tags, so that headers and candidates do not meet other point-to-point traffic of the group."""
 
 
 class Gather(ContextParallel):
@@ -54,7 +60,9 @@ class Gather(ContextParallel):
         topn: None, or ``topk``: this path always offers K candidates.
         interleave: consecutive positions that lie on one rank (S).
         sharded: False if the index cache is replicated (indexed by global position on every rank).
-        timeout: seconds to wait for a peer before the call fails.
+        timeout: seconds to wait for the peers in each of a call's two phases, headers and candidates. Beyond its own
+            work a call therefore takes at most twice this, and :meth:`withdraw` at most this; a signal such as Ctrl-C
+            is acted on when the wait in progress is over.
 
     Raises:
         KeysieveError: torch.distributed is not initialised, this process is not in the group, or a bad argument.
@@ -92,7 +100,6 @@ class Gather(ContextParallel):
         super().__init__(dist.get_world_size(self.group), rank, interleave=interleave, sharded=sharded)
         self.topn = topn
         self.timeout = float(timeout)
-        self._calls = 0
         self._broken: str | None = None
 
     def offered(self, topk: int) -> int:
@@ -129,18 +136,27 @@ class Gather(ContextParallel):
     ) -> Winners:
         if self._broken is not None:
             raise ExchangeError(f"this all-gather failed before and its ranks are out of step: {self._broken}")
+        self._begin()
         try:
             rows, lens = self._checked(logits, local_lens, seq_lens)
             words, _ = local_topk(logits, local_lens, self.topk, self.planes)
-        except KeysieveError:
-            self.withdraw()
+            header = self._header(rows, lens, site)
+            # Made here, where a failure can still be told to the peers.
+            lists = torch.empty((self.world, *words.shape), dtype=words.dtype, device="cpu")
+        except BaseException:
+            self._tell_refused()
             raise
-        self._calls += 1
-        self._agree(self._header(rows, lens, site))
+        verdict = self._verdict(self._exchange_headers(header))
+        if verdict is not None:
+            self._broken = None
+            raise ExchangeError(verdict)
+        if rows:
+            self._swap(words, lists, _LISTS_TAG, ", after agreeing on the call")
+        self._broken = None
         if rows == 0:
             return self._nothing()
         merged = merge(
-            self._gather(words),
+            lists,
             self.topk,
             rank=self.rank,
             interleave=self.interleave,
@@ -150,13 +166,22 @@ class Gather(ContextParallel):
         return Winners(merged.rows, merged.counts, merged.positions)
 
     def withdraw(self) -> None:
-        if self._broken is not None:
-            return
-        self._calls += 1
+        if self._broken is None:
+            self._begin()
+            self._tell_refused()
+
+    def _begin(self) -> None:
+        """Count a call, with the mark that it leaves unless it ends in step; the mark first, an alarm may strike."""
+        self._broken = f"call {self.calls + 1} was interrupted on rank {self.rank}, and its peers may have gone on"
+        self.calls += 1
+
+    def _tell_refused(self) -> None:
+        """The peers' headers for one that says "refused". Where that fails the mark stays; later calls report it."""
         try:
             self._exchange_headers(self._header(0, torch.empty(0, dtype=torch.int32, device="cpu"), 0, refused=True))
-        except ExchangeError:
-            return  # later calls report it: the group is broken
+        except Exception:
+            return  # the caller has a better error at hand; an interrupt goes on
+        self._broken = None
 
     def _checked(
         self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor
@@ -187,85 +212,66 @@ class Gather(ContextParallel):
     # --- headers -----------------------------------------------------------------------------------------------
 
     def _header(self, rows: int, lens: torch.Tensor, site: int, refused: bool = False) -> torch.Tensor:
-        digest = zlib.crc32(lens.to(torch.int32).contiguous().numpy().tobytes())
-        values = (_MAGIC, self._calls, rows, site, self.topk, self.interleave, self.planes, digest, int(refused))
+        require_int("site", site, 0, MAX_SITE, "Pass the layer number.")
+        # 64 bits, so that no two lengths look the same and int32 equals int64.
+        digest = zlib.crc32(lens.to(torch.int64).contiguous().numpy().tobytes())
+        values = (_MAGIC, self.calls, rows, site, self.topk, self.interleave, self.planes, digest, int(refused))
         return torch.tensor(values, dtype=torch.int64, device="cpu")
 
-    def _agree(self, own: torch.Tensor) -> None:
-        """Exchange headers; raise on every rank if any two differ, or if a rank refused the call."""
-        headers = self._exchange_headers(own)
-        refused = [r for r, header in enumerate(headers) if int(header[_REFUSED])]
+    def _verdict(self, headers: torch.Tensor) -> str | None:
+        """What is wrong with the call: a rank refused it, or two headers differ. The same text on every rank."""
+        refused = headers[:, _REFUSED].nonzero().view(-1).tolist()
         if refused:
-            raise ExchangeError(
-                message(
-                    "call",
-                    got=f"rank(s) {refused} refused call {self._calls} (their own error says why)",
-                    accepted="the same valid call on every rank",
-                    remedy="Fix the call on those ranks; all ranks are still in step.",
-                )
+            return message(
+                "call",
+                got=f"rank(s) {refused} refused call {self.calls} (their own error says why)",
+                accepted="the same valid call on every rank",
+                remedy="Fix the call on those ranks; all ranks are still in step.",
             )
-        table = torch.stack(headers)
         for column, field in enumerate(_FIELDS[:_REFUSED]):
-            values = table[:, column].tolist()
+            values = headers[:, column].tolist()
             if len(set(values)) > 1:
-                got = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
-                raise ExchangeError(
-                    message(
-                        field,
-                        got=got,
-                        accepted=f"the same {field} on every rank",
-                        remedy="Call all ranks with the same rows, lengths and layer, idle ranks with padding rows.",
-                    )
+                return message(
+                    field,
+                    got=", ".join(f"rank {r}: {v}" for r, v in enumerate(values)),
+                    accepted=f"the same {field} on every rank",
+                    remedy="Call all ranks with the same rows, lengths and layer, idle ranks with padding rows.",
                 )
+        return None
 
-    def _exchange_headers(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's header, in rank order; point to point, so that a peer that does not answer can be named."""
+    def _exchange_headers(self, own: torch.Tensor) -> torch.Tensor:
+        """int64 ``[world, fields]``: every rank's header."""
+        headers = torch.zeros((self.world, len(_FIELDS)), dtype=torch.int64, device="cpu")
+        self._swap(own, headers, _HEADER_TAG, "")
+        return headers
+
+    def _swap(self, own: torch.Tensor, everyones: torch.Tensor, tag: int, when: str) -> None:
+        """``own`` to every peer, theirs into ``everyones[peer]``; raise for the peers that do not answer in time."""
+        everyones[self.rank] = own
         deadline = time.monotonic() + self.timeout
-        received = [own if r == self.rank else torch.zeros_like(own) for r in range(self.world)]
-        peers = [r for r in range(self.world) if r != self.rank]
-        started: list[tuple[int, Any, Any]] = []
+        started: list[tuple[int, Any]] = []
         silent: dict[int, str] = {}
-        for peer in peers:
+        for peer in (r for r in range(self.world) if r != self.rank):
             address = dist.get_global_rank(self.group, peer)
             try:
-                sent = dist.isend(own, dst=address, group=self.group, tag=_TAG)
-                started.append((peer, sent, dist.irecv(received[peer], src=address, group=self.group, tag=_TAG)))
+                started.append((peer, dist.irecv(everyones[peer], src=address, group=self.group, tag=tag)))
+                started.append((peer, dist.isend(own, dst=address, group=self.group, tag=tag)))
             except RuntimeError as error:
                 silent[peer] = _first_line(error)
-        for peer, *works in started:
+        for peer, work in started:
             try:
-                for work in works:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                silent[peer] = _first_line(error)
+                silent.setdefault(peer, _first_line(error))
         if silent:
-            self._fail(silent)
-        return received
-
-    def _gather(self, words: torch.Tensor) -> torch.Tensor:
-        """int32 ``[world, rows, words]``: every rank's candidate rows."""
-        parts = [torch.empty_like(words) for _ in range(self.world)]
-        try:
-            work = dist.all_gather(parts, words, group=self.group, async_op=True)
-            assert work is not None  # a rank outside the group was refused at construction
-            work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            self._fail({-1: _first_line(error)})
-        return torch.stack(parts)
-
-    def _fail(self, silent: dict[int, str]) -> None:
-        """Raise for peers that did not answer; -1 stands for one that answered the header and then went away."""
-        who = ", ".join(
-            f"rank {peer} ({why})" if peer >= 0 else f"a rank, after agreeing on the call ({why})"
-            for peer, why in silent.items()
-        )
-        self._broken = message(
-            "dcp",
-            got=f"no answer on rank {self.rank} to call {self._calls} from {who}",
-            accepted=f"an answer from all {self.world} ranks within {self.timeout:g} s",
-            remedy="A rank died, raised an error, or made other calls; look at its log, then build a new group.",
-        )
-        raise ExchangeError(self._broken)
+            who = ", ".join(f"rank {peer} ({silent[peer]})" for peer in sorted(silent))
+            self._broken = message(
+                "dcp",
+                got=f"no answer on rank {self.rank} to call {self.calls} from {who}{when}",
+                accepted=f"an answer from all {self.world} ranks within {self.timeout:g} s",
+                remedy="A rank died, stopped, or made other calls; look at its log, then build a new group.",
+            )
+            raise ExchangeError(self._broken)
 
 
 def _first_line(error: BaseException) -> str:

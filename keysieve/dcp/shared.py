@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keysieve.checks import KeysieveError, refuse, require_tensor
-from keysieve.dcp.base import ContextParallel, ExchangeError, Winners
+from keysieve.checks import refuse, require_int, require_tensor
+from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners
 from keysieve.dcp.memory import ExchangeMemory, Halves, PromptWire, Stores
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge, saturated_ranks
@@ -96,19 +96,21 @@ class SharedExchange(ContextParallel):
         """Stores cannot say "refused", and a later call could be taken for the refused one: so there is none."""
         if self._broken is None:
             self._broken = f"rank {self.rank} refused a call of its own, which its peers cannot know"
+            self.calls += 1
 
     def select(
         self, logits: torch.Tensor, local_lens: torch.Tensor, seq_lens: torch.Tensor, *, site: int = 0
     ) -> Winners:
         if self._broken is not None:
             raise ExchangeError(f"this exchange failed before and its ranks are out of step: {self._broken}")
+        # The mark first, and taken away by a complete call only: some rows of one that ended in the middle, by
+        # whatever exception, have been pushed or have their epoch stored, and the next call would be paired with it.
+        self._broken = f"rank {self.rank} refused a call of its own, which its peers cannot know"
+        self.calls += 1
         rows, k = seq_lens.shape[0], self.topk
-        try:
-            words = self._candidates(logits, local_lens, rows)
-        except KeysieveError:
-            self.withdraw()
-            raise
+        words = self._candidates(logits, local_lens, rows)
         signatures = self._signatures(rows, site, seq_lens)
+        self._broken = f"rank {self.rank} was interrupted in the middle of a call"
         for row in range(rows):
             self._push(row, words[row].numpy(), signatures[row])
         won = Winners(
@@ -119,6 +121,7 @@ class SharedExchange(ContextParallel):
         # Ascending on every rank: in the second round a row waits for the same row of another rank.
         for row in range(rows):
             self._merge_row(row, logits, local_lens, seq_lens, signatures[row], won)
+        self._broken = None
         return won
 
     def _candidates(self, logits: torch.Tensor, local_lens: torch.Tensor, rows: int) -> torch.Tensor:
@@ -132,8 +135,9 @@ class SharedExchange(ContextParallel):
 
     def _signatures(self, rows: int, site: int, seq_lens: torch.Tensor) -> NDArray[np.uint32]:
         """uint32 ``[rows, 2]``: (rows and call site, the row's global length)."""
+        require_int("site", site, 0, MAX_SITE, "Pass the layer number.")
         signature = np.empty((rows, 2), dtype=np.uint32)
-        signature[:, 0] = rows << 16 | (site & 0xFFFF)
+        signature[:, 0] = rows << 16 | site
         signature[:, 1] = seq_lens.to(torch.int64).clamp_min(0).numpy()
         return signature
 
