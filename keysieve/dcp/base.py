@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from keysieve.checks import KeysieveError, refuse, require_int
+from keysieve.checks import KeysieveError, refuse, require_float, require_int
 from keysieve.plan import Sharding
 from keysieve.reference.dcp_maps import global_positions, local_seq_lens
 from keysieve.spec import MAX_CONTEXT, MAX_WORLD, PAGE, index_planes
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 MAX_SITE = (1 << 16) - 1
 """The signature of a call packs rows and site into one word, 16 bits each."""
+
+
+LONGEST_TIMEOUT = 86400.0
+"""Seconds; a longer wait is no limit to anybody."""
 
 
 class ExchangeError(KeysieveError, RuntimeError):
@@ -58,6 +62,16 @@ class Winners(NamedTuple):
     local: torch.Tensor
     counts: torch.Tensor
     positions: torch.Tensor
+
+
+def require_timeout(timeout: object) -> float:
+    """A time limit in seconds, above 0 and at most a day, or a refusal: clocks and transports take no other."""
+    remedy = "Use the default of 10."
+    seconds = require_float("timeout", timeout, remedy)
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        accepted = f"seconds above 0, at most {LONGEST_TIMEOUT:g}"
+        refuse("timeout", got=timeout, accepted=accepted, remedy=remedy)
+    return seconds
 
 
 class ContextParallel(ABC):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from keysieve.checks import UnsupportedError, message, refuse, require_int, require_tensor
-from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners
+from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners, require_timeout
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge
 
@@ -60,9 +60,9 @@ class Gather(ContextParallel):
         topn: None, or ``topk``: this path always offers K candidates.
         interleave: consecutive positions that lie on one rank (S).
         sharded: False if the index cache is replicated (indexed by global position on every rank).
-        timeout: seconds to wait for the peers in each of a call's two phases, headers and candidates. Beyond its own
-            work a call therefore takes at most twice this, and :meth:`withdraw` at most this; a signal such as Ctrl-C
-            is acted on when the wait in progress is over.
+        timeout: seconds, at most 86,400, to wait for the peers in each of a call's two phases, headers and candidates.
+            Beyond its own work a call therefore takes at most twice this, and :meth:`withdraw` at most this; a signal
+            such as Ctrl-C is acted on when the wait in progress is over.
 
     Raises:
         KeysieveError: torch.distributed is not initialised, this process is not in the group, or a bad argument.
@@ -95,11 +95,9 @@ class Gather(ContextParallel):
                 accepted="a group with this process",
                 remedy="Build the Gather only on the ranks that share the context.",
             )
-        if not timeout > 0:
-            refuse("timeout", got=timeout, accepted="a positive number of seconds", remedy="Use the default of 10.")
         super().__init__(dist.get_world_size(self.group), rank, interleave=interleave, sharded=sharded)
         self.topn = topn
-        self.timeout = float(timeout)
+        self.timeout = require_timeout(timeout)
         self._broken: str | None = None
 
     def offered(self, topk: int) -> int:

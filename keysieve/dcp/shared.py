@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from keysieve.checks import refuse, require_int, require_tensor
-from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners
+from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners, require_timeout
 from keysieve.dcp.memory import ExchangeMemory, Halves, PromptWire, Stores
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge, saturated_ranks
@@ -63,7 +63,7 @@ class SharedExchange(ContextParallel):
     ) -> None:
         super().__init__(memory.shape.world, rank, interleave=interleave, sharded=sharded)
         self.memory = memory
-        self.timeout = timeout
+        self.timeout = require_timeout(timeout)
         self.rescues = 0
         """(row, call) pairs that needed a second round so far."""
         self._wire: Wire = PromptWire() if wire is None else wire

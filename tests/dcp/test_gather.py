@@ -291,6 +291,8 @@ def _constructions(_rank: int, _world: int) -> list[str]:
     for build in (
         lambda: ks.dcp.Gather(interleave=0),
         lambda: ks.dcp.Gather(timeout=0),
+        lambda: ks.dcp.Gather(timeout=float("inf")),
+        lambda: ks.dcp.Gather(timeout=None),
         lambda: ks.DecodeIndexer(FP8, max_rows=1, max_context=64, device="cpu", dcp=ks.dcp.Gather(topn=7)),
         lambda: [
             ks.DecodeIndexer(replace(FP8, topk=k), max_rows=1, max_context=64, device="cpu", dcp=shared)
@@ -306,7 +308,9 @@ def _constructions(_rank: int, _world: int) -> list[str]:
 
 def test_bad_constructions_are_refused() -> None:
     (texts,) = _values(run_ranks(1, _constructions))
-    for text, named in zip(texts, ("interleave", "timeout", "topn", "topk=9 after one with topk=8"), strict=True):
+    for text, named in zip(
+        texts, ("interleave", *3 * ["timeout"], "topn", "topk=9 after one with topk=8"), strict=True
+    ):
         assert named in text
         assert "accepted:" in text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -20,65 +19,7 @@ from keysieve.testing import pattern_case
 
 from .processes import run_ranks
 from .shards import assert_is_tp, indexer_of, plain, shard_case, step
-
-SPEC = ks.IndexerSpec(heads=8, topk=8)
-
-
-def _drawn(seed: int, *, world: int, n: int, k: int, rows: int, interleave: int = 1) -> fuzz.Case:
-    """A case of fixed geometry with this seed's lengths and score shapes, at least one row of them crowded."""
-    rng = np.random.default_rng(seed)
-    lens = [int(rng.choice((0, 1, k, int(rng.integers(0, 200))))) for _ in range(rows)]
-    scores = np.stack([fuzz.SHAPES[int(rng.integers(len(fuzz.SHAPES)))](rng, 200) for _ in range(rows)])
-    tensors = torch.tensor(lens, dtype=torch.int32), torch.from_numpy(scores).bfloat16()
-    return fuzz.Case(world, interleave, n, k, *tensors)
-
-
-def _calls(exchange: SharedExchange, cases: list[fuzz.Case], pause: float = 0.0, sites: list[int] | None = None) -> Any:
-    """One rank's winners of every case, in order."""
-    won = []
-    for call, case in enumerate(cases):
-        logits, local_lens = fuzz.shard(case, exchange.rank)
-        if pause:
-            time.sleep(float(np.random.default_rng((call, exchange.rank)).random()) * pause)
-        site = call if sites is None else sites[call]
-        won.append(exchange.select(logits, local_lens, case.lens, site=site % 1000))
-    return won
-
-
-def _threads(exchanges: list[SharedExchange], work: Any) -> list[Any]:
-    """``work(exchange)`` in one thread per rank; what each returned or raised, with the time it took."""
-    results: list[Any] = [None] * len(exchanges)
-
-    def body(rank: int) -> None:
-        began = time.monotonic()
-        try:
-            results[rank] = work(exchanges[rank])
-        except Exception as error:
-            results[rank] = (error, time.monotonic() - began)
-
-    threads = [threading.Thread(target=body, args=(r,)) for r in range(len(exchanges))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
-def _ranks(
-    shape: ExchangeShape, *, late: bool = True, preset: bool = True, epoch: int = 0, **options: Any
-) -> list[Any]:
-    memory = ExchangeMemory(shape)
-    if preset and epoch:
-        memory.preset(epoch)
-    exchanges = [
-        SharedExchange(memory, r, wire=LateWire(r) if late else None, first_epoch=epoch, **options)
-        for r in range(shape.world)
-    ]
-    for exchange in exchanges:
-        spec = replace(SPEC, topk=shape.topk)
-        exchange.bind(spec, max_rows=shape.max_rows, max_context=1 << 12, device="cpu")
-    return exchanges
+from .threads import SPEC, calls_of, drawn, exchanges_of, in_threads
 
 
 def _assert_tp(cases: list[fuzz.Case], results: list[Any]) -> None:
@@ -97,9 +38,9 @@ def _assert_tp(cases: list[fuzz.Case], results: list[Any]) -> None:
 
 @pytest.mark.parametrize(("world", "n", "interleave"), [(2, 4, 1), (3, 3, 2), (4, 2, 16), (8, 8, 1)])
 def test_late_stores_in_any_order_change_nothing(world: int, n: int, interleave: int) -> None:
-    cases = [_drawn(s, world=world, n=n, k=8, rows=3, interleave=interleave) for s in range(24)]
-    exchanges = _ranks(ExchangeShape(world, max_rows=3, topk=8, topn=n), interleave=interleave)
-    results = _threads(exchanges, lambda e: _calls(e, cases, pause=0.002))
+    cases = [drawn(s, world=world, n=n, k=8, rows=3, interleave=interleave) for s in range(24)]
+    exchanges = exchanges_of(ExchangeShape(world, max_rows=3, topk=8, topn=n), interleave=interleave)
+    results = in_threads(exchanges, lambda e: calls_of(e, cases, pause=0.002))
     _assert_tp(cases, results)
     assert len({e.rescues for e in exchanges}) == 1, "all ranks see the same rescues"
     assert exchanges[0].rescues > 0 or n == 8
@@ -108,26 +49,26 @@ def test_late_stores_in_any_order_change_nothing(world: int, n: int, interleave:
 
 
 def test_epochs_wrap_past_two_to_the_32() -> None:
-    cases = [_drawn(s, world=3, n=3, k=8, rows=2) for s in range(30)]
-    exchanges = _ranks(ExchangeShape(3, max_rows=2, topk=8, topn=3), epoch=(1 << 32) - 11)
-    _assert_tp(cases, _threads(exchanges, lambda e: _calls(e, cases)))
+    cases = [drawn(s, world=3, n=3, k=8, rows=2) for s in range(30)]
+    exchanges = exchanges_of(ExchangeShape(3, max_rows=2, topk=8, topn=3), epoch=(1 << 32) - 11)
+    _assert_tp(cases, in_threads(exchanges, lambda e: calls_of(e, cases)))
     assert [int(e) for e in exchanges[0]._epoch] == [19, 19]
     assert exchanges[0].rescues > 3
 
 
 def test_slots_that_were_not_preset_are_caught_by_the_signature() -> None:
     """Zeroed slots carry tag 0, which is the tag of the first call after the wrap: nothing is selected from them."""
-    case = _drawn(3, world=2, n=4, k=8, rows=1)
-    exchanges = _ranks(ExchangeShape(2, 1, 8, 4), epoch=(1 << 32) - 1, preset=False, late=False)
+    case = drawn(3, world=2, n=4, k=8, rows=1)
+    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 4), epoch=(1 << 32) - 1, preset=False, late=False)
     with pytest.raises(ks.dcp.ExchangeError, match=r"row 0: source 1 made another call: 0 rows, site 0"):
-        _calls(exchanges[0], [case], sites=[5])
+        calls_of(exchanges[0], [case], sites=[5])
 
 
 def test_alternating_row_counts_keep_every_rows_epoch() -> None:
     """Rows beyond a call's rows take no part in it; their epochs stay behind, on every rank alike."""
-    cases = [_drawn(s, world=2, n=4, k=8, rows=1 + s % 4) for s in range(20)]
-    exchanges = _ranks(ExchangeShape(2, max_rows=4, topk=8, topn=4))
-    _assert_tp(cases, _threads(exchanges, lambda e: _calls(e, cases)))
+    cases = [drawn(s, world=2, n=4, k=8, rows=1 + s % 4) for s in range(20)]
+    exchanges = exchanges_of(ExchangeShape(2, max_rows=4, topk=8, topn=4))
+    _assert_tp(cases, in_threads(exchanges, lambda e: calls_of(e, cases)))
     assert [int(e) for e in exchanges[1]._epoch] == [20, 15, 10, 5]
 
 
@@ -135,7 +76,7 @@ def _in_process(rank: int, world: int, memory: ExchangeMemory, cases: list[fuzz.
     del world
     exchange = SharedExchange(memory, rank, interleave=4, wire=LateWire(rank, longest_pause=500e-6), first_epoch=epoch)
     exchange.bind(replace(SPEC, topk=memory.shape.topk), max_rows=3, max_context=1 << 12, device="cpu")
-    won = _calls(exchange, cases, pause=0.003)
+    won = calls_of(exchange, cases, pause=0.003)
     exchange.close()
     return [(w.local.tolist(), w.counts.tolist(), w.positions.tolist()) for w in won], exchange.rescues
 
@@ -145,7 +86,7 @@ def test_real_processes_with_random_delays(world: int, n: int) -> None:
     epoch = (1 << 32) - 9
     memory = ExchangeMemory(ExchangeShape(world, max_rows=3, topk=16, topn=n))
     memory.preset(epoch)
-    cases = [_drawn(100 + s, world=world, n=n, k=16, rows=3, interleave=4) for s in range(20)]
+    cases = [drawn(100 + s, world=world, n=n, k=16, rows=3, interleave=4) for s in range(20)]
     results = run_ranks(world, _in_process, memory, cases, epoch, limit=110)
     assert [r.error for r in results] == [None] * world
     lists = [
@@ -179,8 +120,8 @@ def test_a_decode_indexer_runs_on_it() -> None:
 
 
 def test_other_row_counts_are_refused_on_both_ranks() -> None:
-    exchanges = _ranks(ExchangeShape(2, 5, 8, 8), timeout=5.0)
-    results = _threads(exchanges, lambda e: _calls(e, [_drawn(1, world=2, n=8, k=8, rows=4 + e.rank)]))
+    exchanges = exchanges_of(ExchangeShape(2, 5, 8, 8), timeout=5.0)
+    results = in_threads(exchanges, lambda e: calls_of(e, [drawn(1, world=2, n=8, k=8, rows=4 + e.rank)]))
     for rank, (error, seconds) in enumerate(results):
         assert isinstance(error, ks.dcp.ExchangeError)
         assert f"rank {rank}, row 0: source {1 - rank} made another call: {5 - rank} rows" in str(error)
@@ -189,10 +130,10 @@ def test_other_row_counts_are_refused_on_both_ranks() -> None:
 
 def test_a_skipped_call_is_found_by_the_site() -> None:
     """Rank 1 leaves out layer 1; its words of layer 2 have the tag that rank 0 waits for."""
-    cases = [_drawn(s, world=2, n=8, k=8, rows=1) for s in range(3)]
-    exchanges = _ranks(ExchangeShape(2, 1, 8, 8), timeout=1.0)
+    cases = [drawn(s, world=2, n=8, k=8, rows=1) for s in range(3)]
+    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 8), timeout=1.0)
     plans = [([0, 1, 2], cases), ([0, 2], [cases[0], cases[2]])]
-    results = _threads(exchanges, lambda e: _calls(e, plans[e.rank][1], sites=plans[e.rank][0]))
+    results = in_threads(exchanges, lambda e: calls_of(e, plans[e.rank][1], sites=plans[e.rank][0]))
     texts = [str(error) for error, _ in results]
     assert "source 1 made another call: 1 rows, site 2" in texts[0]
     assert "source 0 made another call: 1 rows, site 1" in texts[1]
@@ -200,27 +141,27 @@ def test_a_skipped_call_is_found_by_the_site() -> None:
 
 def test_a_rank_that_refuses_a_call_makes_no_other_and_its_peer_is_told_by_the_clock() -> None:
     """Its next call would carry the tag of the refused one, and could be merged in its place."""
-    cases = [_drawn(s, world=2, n=8, k=8, rows=1) for s in range(2)]
-    exchanges = _ranks(ExchangeShape(2, 1, 8, 8), timeout=0.5)
+    cases = [drawn(s, world=2, n=8, k=8, rows=1) for s in range(2)]
+    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 8), timeout=0.5)
     wrong = replace(cases[0], logits=cases[0].logits.float())
 
     def work(exchange: SharedExchange) -> Any:
         if exchange.rank == 0:
-            return _calls(exchange, cases, sites=[0, 0])
+            return calls_of(exchange, cases, sites=[0, 0])
         with pytest.raises(ks.KeysieveError, match="logits: got float32"):
-            _calls(exchange, [wrong], sites=[0])
-        return _calls(exchange, [cases[1]], sites=[0])
+            calls_of(exchange, [wrong], sites=[0])
+        return calls_of(exchange, [cases[1]], sites=[0])
 
-    (peer, seconds), (own, _) = _threads(exchanges, work)
+    (peer, seconds), (own, _) = in_threads(exchanges, work)
     assert "no answer within 0.5 s: source 1" in str(peer)
     assert seconds < 3
     assert "rank 1 refused a call of its own" in str(own)
 
 
 def test_a_rank_that_never_answers_ends_in_a_report_that_names_it() -> None:
-    case = _drawn(1, world=3, n=8, k=8, rows=2)
-    exchanges = _ranks(ExchangeShape(3, 2, 8, 8), timeout=0.5)
-    results = _threads(exchanges[:2], lambda e: _calls(e, [case]))
+    case = drawn(1, world=3, n=8, k=8, rows=2)
+    exchanges = exchanges_of(ExchangeShape(3, 2, 8, 8), timeout=0.5)
+    results = in_threads(exchanges[:2], lambda e: calls_of(e, [case]))
     for rank, (error, seconds) in enumerate(results):
         assert str(error) == (
             f"rank {rank}, row 0: no answer within 0.5 s: source 2: 12 of 12 words missing; "
@@ -228,33 +169,33 @@ def test_a_rank_that_never_answers_ends_in_a_report_that_names_it() -> None:
         )
         assert seconds < 3
     with pytest.raises(ks.dcp.ExchangeError, match="failed before"):
-        _calls(exchanges[0], [case])
+        calls_of(exchanges[0], [case])
 
 
 def test_a_rank_that_dies_before_its_second_list_is_reported_in_round_two() -> None:
     """Both ranks are saturated; rank 1 pushes its first list and stops."""
     case = fuzz.Case(2, 1, 1, 8, torch.tensor([40], dtype=torch.int32), torch.zeros(1, 40).bfloat16())
-    exchanges = _ranks(ExchangeShape(2, 1, 8, 1), timeout=0.5, late=False)
+    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 1), timeout=0.5, late=False)
     stopped = exchanges[1]
     stopped._merge_row = lambda *_: None
-    _calls(stopped, [case])
+    calls_of(stopped, [case])
     with pytest.raises(ks.dcp.ExchangeError, match=r"source 1: expected flag 1, seen 0; round 2"):
-        _calls(exchanges[0], [case])
+        calls_of(exchanges[0], [case])
 
 
 def _dies(rank: int, world: int, memory: ExchangeMemory, case: fuzz.Case) -> Any:
     del world
     exchange = SharedExchange(memory, rank, timeout=1.0)
     exchange.bind(SPEC, max_rows=2, max_context=1 << 12, device="cpu")
-    _calls(exchange, [case])
+    calls_of(exchange, [case])
     if rank == 1:
         os._exit(9)
-    _calls(exchange, [case])
+    calls_of(exchange, [case])
 
 
 def test_a_process_that_dies_is_an_error_on_the_others() -> None:
     memory = ExchangeMemory(ExchangeShape(3, 2, 8, 4))
-    results = run_ranks(3, _dies, memory, _drawn(2, world=3, n=4, k=8, rows=2))
+    results = run_ranks(3, _dies, memory, drawn(2, world=3, n=4, k=8, rows=2))
     assert results[1].died
     for rank in (0, 2):
         assert results[rank].kind == "ExchangeError"
@@ -268,7 +209,7 @@ def test_the_layout_is_the_protocols() -> None:
     shape = ExchangeShape(2, max_rows=3, topk=8, topn=5)
     assert (shape.words, shape.pairs, shape.rescued, shape.second_words) == (6, 4, 1, 9)
     case = fuzz.Case(2, 1, 5, 8, torch.tensor([10, 0], dtype=torch.int32), torch.ones(2, 10).bfloat16())
-    (first, _) = _ranks(shape, late=False)
+    (first, _) = exchanges_of(shape, late=False)
     logits, local_lens = fuzz.shard(case, 0)
     words, _ = ks.local_topk(logits, local_lens, 5)
     first._push(0, words[0].numpy(), first._signatures(2, 77, case.lens)[0])
