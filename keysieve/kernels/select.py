@@ -21,7 +21,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
@@ -135,9 +135,8 @@ class Select:
             places.open_exchange(base, thread, config)
         ptx.grid_wait()
         fault = Uint32(0)
-        ahead = Boolean(False)
         if cutlass.const_expr(config.maxima):
-            length, start, fault, ahead = places.compact_row(
+            length, start, fault = places.compact_row(
                 base, starts, lens, row, next_n, k, limit, capacity, thread, config
             )
             tops_row = tops + (start >> Int64(3))
@@ -153,7 +152,7 @@ class Select:
             if rank == Int32(0):
                 places.write_all(base, length, k, where, target, thread, config)
         else:
-            self.select_row(base, logits + start, tops_row, length, k, ahead, where, target, thread, rank)
+            self.select_row(base, logits + start, tops_row, length, k, where, target, thread, rank)
         if thread + rank == Int32(0):
             taken = k
             if length < k:
@@ -173,7 +172,6 @@ class Select:
         tops: Int64,
         length: Int32,
         k: Int32,
-        ahead: Boolean,
         where: Any,
         target: Any,
         thread: Int32,
@@ -205,7 +203,7 @@ class Select:
                 edge = foreign.load_edge(address, head, end, groups, thread)
             if two_level:
                 count = stages.find_groups(
-                    base, address, tops, edge, head, end, groups, k, ahead, thread, rank, active, config
+                    base, address, tops, edge, head, end, groups, k, thread, rank, active, config
                 )
             loading, words = stages.issue_keys(base, address, head, end, two_level, first, count, thread, config)
             table_row, first_block = places.fetch_table(base, where, head, end, first, span, thread, config)

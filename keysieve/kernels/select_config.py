@@ -22,9 +22,6 @@ and clusters of 16 do not fill the chip.)"""
 ALIGNMENT: int = 8192
 """The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
 
-AHEAD_TILES: int = 1 << 15
-"""Tiles of 128 keys of a step up to which whole rows are fetched into L2 while their best groups are found: 8 MB."""
-
 VECTORS: int = 4
 """16-byte vectors that a thread keeps in registers: of keys, and before them of maxima (more maxima are read again)."""
 

@@ -20,28 +20,41 @@ NO_LIMIT = 2**31 - 1
 SOLO_KEYS = 8192
 """Rows up to this many keys are one block's work: sharing them costs more than it saves."""
 
+PAIR_KEYS = 131072
+"""With given maxima, rows up to this many keys are not worth two blocks either."""
+
 
 def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> SelectConfig:
     """The configuration for a call of `rows` rows of at most `max_len` keys on a device of `sms` SMs.
 
     Only limits are known on the host; where a row turns out short, its first block works alone. Rows are shared by as
-    many blocks as the chip has SMs for. Blocks of 1024 threads hold twice the keys, blocks of 512 let two share an SM.
+    many blocks as three quarters of the SMs hold (clusters do not pack a whole chip). Blocks of 1024 threads hold
+    twice the keys; of blocks of 512 threads two share an SM. Chosen from measurements on one H200, 2026-11-30.
     """
     k_class = k_class_of(k)
     cluster = 1
     if max_len > SOLO_KEYS:
-        cluster = max(c for c in CLUSTERS if c == 1 or rows * c <= sms)
+        cluster = max(c for c in CLUSTERS if c == 1 or 4 * rows * c <= 3 * sms)
+    if cluster == 2 and maxima and max_len <= PAIR_KEYS:
+        cluster = 1
     small = SelectConfig(k_class, cluster, 512, maxima)
+    large = SelectConfig(k_class, cluster, 1024, maxima)
     part = -(-max_len // cluster)
-    waves = rows * cluster > sms
-    if k_class > small.held_groups or (part > 8 * small.held_groups and not waves):
-        return SelectConfig(k_class, cluster, 1024, maxima)
+    if k_class > small.held_groups:
+        return large
+    if rows * cluster > sms:  # more blocks than SMs: two on each are worth more than large ones, until maxima spill
+        return large if part > small.topped_keys else small
+    if 8 * small.held_groups < part <= 8 * large.held_groups:
+        return large  # keys that only the larger block holds at once
+    if part > small.topped_keys or (cluster == 1 and not maxima and part > 8 * small.held_groups):
+        return large
     return small
 
 
 def configs_up_to(max_rows: int, max_len: int, k: int, sms: int, maxima: bool) -> list[SelectConfig]:
     """All that `config_for` can answer for 1..max_rows rows: what to load before a graph is captured."""
-    edges = {1, max_rows, *(sms // c for c in CLUSTERS), *(sms // c + 1 for c in CLUSTERS)}
+    turns = {sms, *(3 * sms // (4 * c) for c in CLUSTERS), *(sms // c for c in CLUSTERS)}
+    edges = {1, max_rows, *turns, *(turn + 1 for turn in turns)}
     found = [config_for(rows, max_len, k, sms, maxima) for rows in sorted(edges) if 1 <= rows <= max_rows]
     return list(dict.fromkeys(found))
 

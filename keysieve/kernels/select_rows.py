@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, Uint32
 from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels.schedule import FLAG_BAD_LENGTH, FLAG_OVERFLOW, tiles_and_half, usable_length
-from keysieve.kernels.select_config import AHEAD_TILES, SelectConfig, SharedMap
+from keysieve.kernels.select_config import SelectConfig, SharedMap
 
 
 @cute.jit
@@ -65,35 +65,27 @@ def compact_row(
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """(usable length, byte offset of the row's first logit, flags to raise, whether the step is small) in the compact
-    layout. A request that does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms
-    visible. Small: the logits of the whole step may be fetched into L2; if the scorer's `starts` do not tell how many
-    there are, all rows are taken to be as long as this one."""
+    """(usable length, byte offset of the row's first logit, flags to raise) in the compact layout. A request that
+    does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms visible."""
     request = request_of(row, next_n)
     length = ptx.load(lens + Int64(row) * Int64(4), Int32)
     before = Int32(0)
     tiles = Int32(0)
-    blocks, _, _ = cute.arch.grid_dim()
-    rows = blocks // Int32(config.cluster)
-    step = Int64(0)
     if starts != Int64(0):
         before = ptx.load(starts + Int64(request) * Int64(4), Int32)
         after = ptx.load(starts + Int64(request) * Int64(4) + Int64(4), Int32)
-        whole = ptx.load(starts + Int64(request_of(rows, next_n)) * Int64(4), Int32)
         clear(base, thread, config)
         tiles = after - before
-        step = Int64(whole) * Int64(next_n)
         cute.arch.sync_threads()
     else:
         before, tiles = count_tiles(base, lens, length, request, next_n, k, limit, thread, config)
-        step = Int64(tiles) * Int64(rows)
     tile = Int64(before) * Int64(next_n) + Int64(row - request * next_n) * Int64(tiles)
     usable = usable_length(length, limit)
     fault = Uint32(length > limit) << Uint32(FLAG_BAD_LENGTH)
     if tiles > Int32(0) and Int64(before + tiles) * Int64(128 * next_n) > capacity:
         usable = Int32(0)
         fault = fault | Uint32(1 << FLAG_OVERFLOW)
-    return usable, tile * Int64(256), fault, step <= Int64(AHEAD_TILES)
+    return usable, tile * Int64(256), fault
 
 
 @cute.jit

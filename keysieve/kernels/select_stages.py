@@ -207,27 +207,13 @@ def masks_in_order(
 
 
 @cute.jit
-def prefetch_part(address: Int64, end: Int32, first: Int32, count: Int32, thread: Int32) -> None:
-    """Ask for the part's logits (from key `first` on, `count` * 64 of them) to be in L2 by the time that its best
-    groups are known."""
-    keys = end - first
-    if keys > count * Int32(64):
-        keys = count * Int32(64)
-    if thread == Int32(0) and keys > Int32(0):
-        ptx.prefetch_l2(address + Int64(first) * Int64(2), ((keys + Int32(7)) >> Int32(3)) * Int32(16))
-
-
-@cute.jit
 def hold_tops(
     base: Uint32,
-    address: Int64,
     tops: Int64,
-    end: Int32,
     first_vector: Int32,
     count: Int32,
     rounds: Int32,
     groups: Int32,
-    ahead: Boolean,
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
@@ -245,8 +231,6 @@ def hold_tops(
                 loaded = ptx.load_shared_v4(place + Uint32(512 * step))
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = loaded[word]
-    if ahead:  # behind this thread's own loads
-        prefetch_part(address, end, first_vector * Int32(64), count, thread)
     for step in cutlass.range_constexpr(held):
         group = (first_vector + index + Int32(32 * step)) * Int32(8)
         if group + Int32(8) > groups:
@@ -278,7 +262,6 @@ def find_groups(
     end: Int32,
     groups: Int32,
     k: Int32,
-    ahead: Boolean,
     thread: Int32,
     rank: Int32,
     active: Int32,
@@ -286,8 +269,7 @@ def find_groups(
 ) -> Int32:
     """Stage 0: the K best of the row's groups. Leaves this block's in the shared list `groups`; returns their number.
 
-    ahead: fetch the whole part's logits into L2 meanwhile. Maxima beyond the registers are read again in every pass.
-    Ends with a block barrier.
+    Maxima beyond the registers are read again in every pass. Ends with a block barrier.
     """
     shared = SharedMap.of(config)
     held = VECTORS
@@ -302,7 +284,7 @@ def find_groups(
     first = first_index(rounds, thread)
     if cutlass.const_expr(not config.maxima):
         foreign.fill_tops(base, address, tops, edge, head, end, groups, first_vector, count, rounds, thread, config)
-    words = hold_tops(base, address, tops, end, first_vector, count, rounds, groups, ahead, thread, config)
+    words = hold_tops(base, tops, first_vector, count, rounds, groups, thread, config)
     steps.mark(base, thread, 2, config)
     for step in cutlass.range_constexpr(held):
         if Int32(step) < rounds and first + Int32(32 * step) < count:

@@ -20,12 +20,17 @@ KS = (1, 511, 513, 705, 1024, 2047, 2048, 2050, 2051, 4095, 4096)
 _READY: dict[tuple[Any, ...], Selector] = {}
 
 
+def sms_for(rows: int, cluster: int) -> int:
+    """SMs of a device on which `rows` long rows would be given `cluster` blocks each."""
+    return -(-4 * rows * cluster // 3)
+
+
 def selector(device: torch.device, k: int, rows: int, max_len: int, cluster: int, maxima: bool) -> Selector:
     """A Selector that uses `cluster` blocks a row for `rows` rows."""
     key = (device, k, rows, max_len, cluster, maxima)
     if key not in _READY:
         make = lambda kernel, config: Launcher(kernel, config, device)  # noqa: E731  # one expression, used once
-        _READY[key] = Selector(make, k=k, max_rows=rows, max_len=max_len, sms=rows * cluster, maxima=maxima)
+        _READY[key] = Selector(make, k=k, max_rows=rows, max_len=max_len, sms=sms_for(rows, cluster), maxima=maxima)
     return _READY[key]
 
 
@@ -101,7 +106,8 @@ def run_topk(
     table = tables(len(lens), width, device) if mapped else None
     lengths = torch.tensor([[n, 7] for n in lens], dtype=torch.int32, device=device)[:, 0]  # a column: strided
     topk = selector(device, k, len(lens), width, cluster, False)
-    room = poison((topk_workspace_bytes(len(lens), width, k, len(lens) * cluster),), torch.uint8, device)
+    assert topk.config(len(lens)).cluster == (cluster if width > 8192 else 1)
+    room = poison((topk_workspace_bytes(len(lens), width, k, sms_for(len(lens), cluster)),), torch.uint8, device)
     topk.topk(logits, lengths, workspace=room, kv_table=table, **out.given)
     out.check(rows, lens, table)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from harness import cases, poison
 from select_cases import compact, oracle_positions, tile_starts, values
-from test_select import K, Outputs, selector, tables
+from test_select import K, Outputs, selector, sms_for, tables
 
 from keysieve.kernels.select_host import topk_workspace_bytes
 
@@ -37,7 +37,7 @@ def test_ten_thousand_replays(device: torch.device, case: tuple[bool, int]) -> N
     logits = torch.zeros(8, max(lens), dtype=torch.bfloat16, device=device)
     for t, n in enumerate(lens):
         logits[t, :n] = rows[t][:n]
-    room = poison((max(16, topk_workspace_bytes(8, max(lens), K, 8 * cluster)),), torch.uint8, device)
+    room = poison((max(16, topk_workspace_bytes(8, max(lens), K, sms_for(8, cluster))),), torch.uint8, device)
 
     def launch() -> None:
         if maxima:
