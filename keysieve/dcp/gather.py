@@ -260,7 +260,9 @@ class Gather(ContextParallel):
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                silent.setdefault(peer, _first_line(error))
+                # A wait that times out closes all connections; the peers after it were silent as long.
+                late = time.monotonic() >= deadline
+                silent.setdefault(peer, f"silent for {self.timeout:g} s" if late else _first_line(error))
         if silent:
             who = ", ".join(f"rank {peer} ({silent[peer]})" for peer in sorted(silent))
             self._broken = message(
