@@ -96,8 +96,10 @@ class ScoreShape:
             # An accumulator must always belong to the same group. A group waits for its own products alone, and a wait
             # by parity is only right when the barrier is at most one phase behind.
             raise ValueError(f"{self}: accumulators is not a multiple of {GROUPS}")
-        if self.query_stages < GROUPS - 1 or self.stages < 2:
-            raise ValueError(f"{self}: a request or a tile could wait for a group that has no work left")
+        if self.query_stages < GROUPS:
+            # Requests of one tile: a group's next product belongs to the GROUPS-th request after the one it has
+            # released, and can only be made when that one's query is there.
+            raise ValueError(f"{self}: a product could wait for a query whose place its own reader holds")
 
     @property
     def threads(self) -> int:

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import numerics, ptx, sync, tcgen05
+from keysieve.kernels import schedule
 from keysieve.kernels import sm100_score_words as words
 from keysieve.kernels.sm90_score_math import key_scale, release, row_places
 from keysieve.kernels.sm90_score_store import store_rows
@@ -164,7 +165,8 @@ def finish(
     slot = Int32(0)
     slot_phase = Int32(0)
     turn = group
-    for _ in cutlass.range(first, last, unroll=1):
+    after = Int32(0)
+    for number in cutlass.range(first, last, unroll=1):
         for chunk in cutlass.range_constexpr(len(kernel.chunks)):
             if turn == Int32(0):
                 turn = Int32(GROUPS)
@@ -178,13 +180,16 @@ def finish(
                 scale = tile_scale(kernel, shared, stage, key)
                 release(shared.key_empty + stage)
                 if sequence != held:
-                    while held < sequence:  # requests this group had no product of are released as well, in order
-                        if held >= Int32(0):
-                            release(shared.query_empty + held % Int32(shape.query_stages))
+                    while held < sequence - Int32(1):  # requests this group has no product of are released in order
                         held = held + Int32(1)
-                        query_stage = held % Int32(shape.query_stages)
-                        sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+                        await_query(shape, shared, held)
+                        release(shared.query_empty + held % Int32(shape.query_stages))
+                    held = sequence
+                    await_query(shape, shared, held)
                     row, stride = row_places(config, shared, targets, Int32(owner))
+                    after = schedule.tiles_before(shared.prefix, Int32(owner) + Int32(1))
+                    if after > last:
+                        after = last
                 finish_product(
                     kernel,
                     shared,
@@ -199,6 +204,10 @@ def finish(
                     stride,
                     lane,
                 )
+                # The request goes with this group's last product of it. Later would be too late: the next one may be
+                # of a request whose query waits for this one's place.
+                if number + Int32((chunk + GROUPS) // len(kernel.chunks)) >= after:
+                    release(shared.query_empty + held % Int32(shape.query_stages))
             turn = turn - Int32(1)
             slot = slot + Int32(1)
             if slot == Int32(shape.accumulators):
@@ -208,8 +217,13 @@ def finish(
         if stage == Int32(shape.stages):
             stage = Int32(0)
             phase = phase ^ Int32(1)
-    if held >= Int32(0):
-        release(shared.query_empty + held % Int32(shape.query_stages))
+
+
+@cute.jit
+def await_query(shape: cutlass.Constexpr[Any], shared: Any, sequence: Int32) -> None:
+    """Wait for the query, weights and lengths of the block's request number `sequence`."""
+    stage = sequence % Int32(shape.query_stages)
+    sync.wait_barrier(shared.query_full + stage, (sequence // Int32(shape.query_stages)) & 1)
 
 
 def tile_scale(kernel: Any, shared: Any, stage: Int32, key: Int32) -> Float32:

@@ -1,0 +1,255 @@
+"""The Blackwell scorer's device code, executed: its source, with the DSL's names bound to a model of the device.
+
+Decorators are dropped, run-time loops become Python loops, and the functions then run as they stand, one thread a warp.
+What a lane computes is computed for as many lanes as asked for, one after another; elections fall on lane 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import struct
+import threading
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from sm100_unit import Unit
+
+import keysieve
+from keysieve.kernels import sm100_score_config, sm100_score_words
+from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
+
+KERNELS = Path(keysieve.__file__).parent / "kernels"
+SHARED_FUNCTIONS = ("release", "row_places", "key_scale", "leads", "logit_word", "store_rows")
+
+
+def rounded(value: Fraction, bits: int, least: int) -> Fraction:
+    """To nearest even with `bits` significant bits, the last place never below 2**least."""
+    if value == 0:
+        return value
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    exponent -= abs(value) < Fraction(2) ** exponent  # floor of the logarithm
+    unit = Fraction(2) ** max(exponent - bits + 1, least)
+    return round(value / unit) * unit  # Python rounds halves to even
+
+
+def f32(value: Fraction) -> np.float32:
+    return np.float32(float(rounded(value, 24, -149)))
+
+
+def bf16(value: Any) -> int:
+    """BF16 bits of a finite number (float or Fraction)."""
+    exact = rounded(Fraction(float(value)) if not isinstance(value, Fraction) else value, 8, -133)
+    return int(np.float32(float(exact)).view(np.uint32)) >> 16
+
+
+def number(bits: int) -> Fraction:
+    return Fraction(float(np.uint32(bits << 16).view(np.float32)))
+
+
+def halves(word: int) -> tuple[int, int]:
+    return word & 0xFFFF, word >> 16 & 0xFFFF
+
+
+class Numerics:
+    """keysieve.device.numerics on finite numbers, in exact arithmetic with one rounding an operation."""
+
+    mul = staticmethod(lambda a, b: f32(Fraction(float(a)) * Fraction(float(b))))
+    add = staticmethod(lambda a, b: f32(Fraction(float(a)) + Fraction(float(b))))
+    fma = staticmethod(lambda a, b, c: f32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
+    max_nan = staticmethod(lambda a, b: max(np.float32(a), np.float32(b)))
+    twice_relu = staticmethod(lambda a: np.float32(2 * max(float(a), 0.0)))
+    float_bits = staticmethod(lambda a: int(np.float32(a).view(np.uint32)))
+    bits_float = staticmethod(lambda bits: np.uint32(bits).view(np.float32))
+    bf16_to_float = staticmethod(lambda bits: np.uint32(bits << 16).view(np.float32))
+    bf16x2_bits = staticmethod(lambda low, high: bf16(low) | bf16(high) << 16)
+    relu_bf16x2 = staticmethod(lambda low, high: bf16(max(float(low), 0.0)) | bf16(max(float(high), 0.0)) << 16)
+
+    @staticmethod
+    def fma_bf16x2(a: int, b: int, c: int) -> int:
+        three = zip(halves(a), halves(b), halves(c), strict=True)
+        low, high = (bf16(number(x) * number(y) + number(z)) for x, y, z in three)
+        return low | high << 16
+
+    @staticmethod
+    def add_bf16x2(a: int, b: int) -> int:
+        low, high = (bf16(number(x) + number(y)) for x, y in zip(halves(a), halves(b), strict=True))
+        return low | high << 16
+
+    @staticmethod
+    def add_bf16(a: int, b: int) -> int:
+        return bf16(number(a & 0xFFFF) + number(b & 0xFFFF))
+
+
+class Ptx:
+    """keysieve.device.ptx over the unit's shared memory and a global memory of bytes by address."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def load_shared(self, at: int) -> int:
+        assert at % 4 == 0
+        return int(self.unit.smem[at : at + 4].view(np.uint32)[0])
+
+    def load_shared_v4(self, at: int) -> tuple[int, ...]:
+        assert at % 16 == 0
+        return tuple(int(w) for w in self.unit.smem[at : at + 16].view(np.uint32))
+
+    def store_shared(self, at: int, value: int) -> None:
+        self.unit.smem[at : at + 4] = np.frombuffer(struct.pack("<I", value & 0xFFFFFFFF), np.uint8)
+
+    def store_shared_v4(self, at: int, *words: int) -> None:
+        assert at % 16 == 0
+        for i, word in enumerate(words):
+            self.store_shared(at + 4 * i, word)
+
+    def load(self, at: int, dtype: Any) -> Any:
+        assert at % 4 == 0
+        raw = bytes(self.unit.memory[at + i] for i in range(4))
+        return np.frombuffer(raw, np.float32)[0] if dtype == "float" else int.from_bytes(raw, "little")
+
+    def load_u16(self, at: int) -> int:
+        return self.unit.memory[at] | self.unit.memory[at + 1] << 8
+
+    def store_u16(self, at: int, value: int) -> None:
+        assert at not in self.unit.memory, "a logit is stored once"
+        self.unit.memory[at], self.unit.memory[at + 1] = value & 0xFF, value >> 8 & 0xFF
+
+    smem_addr = staticmethod(lambda barriers: barriers)
+    fence_async_shared = staticmethod(lambda: None)
+
+
+class Lanes(threading.local):
+    """Who the calling thread is: warp, lane, and how it meets the other lanes of its warp (where they are threads)."""
+
+    lane = 0
+    warp = 0
+
+    def __init__(self) -> None:
+        self.meet: Any = lambda: None
+
+
+class Tcgen05:
+    """keysieve.device.tcgen05 over the unit's queue; one thread must issue everything."""
+
+    def __init__(self, unit: Unit, here: Lanes) -> None:
+        self.unit, self.here = unit, here
+        self.issuer: int | None = None
+
+    def _submit(self, operation: Any) -> None:
+        me = threading.get_ident()
+        self.issuer = me if self.issuer is None else self.issuer
+        assert self.issuer == me, "products and commits must come from one thread"
+        self.unit.submit(operation)
+
+    def product_f8(self, *args: Any) -> None:
+        self._submit(lambda: self.unit.product_f8(*args))
+
+    def product_mxf4(self, *args: Any) -> None:
+        self._submit(lambda: self.unit.product_mxf4(*args))
+
+    def copy_scales(self, *args: Any) -> None:
+        self._submit(lambda: self.unit.copy_scales(*args))
+
+    def commit(self, barriers: Any) -> None:
+        self._submit(barriers.here.arrive)
+
+    def load(self, address: int, columns: int) -> list[Any]:
+        return self.unit.load(self.here.warp, self.here.lane, address, columns)
+
+    fence_before = staticmethod(lambda: None)
+    fence_after = staticmethod(lambda: None)
+
+
+def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
+    """The names that the device code takes from the DSL and from keysieve.device."""
+
+    class Constexpr:
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item
+
+    def wrap(bits: int) -> Any:
+        return lambda value: int(value) & (1 << bits) - 1
+
+    def arrive(barriers: Any) -> None:
+        if here.lane == 0:  # one arrival a warp
+            barriers.here.arrive()
+
+    def span(*bounds: int, **_options: Any) -> range:
+        return range(*bounds)
+
+    arch = SimpleNamespace(
+        lane_idx=lambda: here.lane,
+        make_warp_uniform=lambda value: value,
+        elect_one=contextlib.nullcontext,
+        sync_warp=lambda: here.meet(),
+        mbarrier_arrive=arrive,
+    )
+    names = {name: getattr(sm100_score_config, name) for name in vars(sm100_score_config) if not name.startswith("__")}
+    return {
+        **names,
+        "GROUP": GROUP,
+        "HEAD_DIM": HEAD_DIM,
+        "PAGE": PAGE,
+        "TILE": TILE,
+        "Any": Any,
+        "cutlass": SimpleNamespace(
+            range=span, range_constexpr=range, const_expr=lambda value: value, Constexpr=Constexpr
+        ),
+        "cute": SimpleNamespace(arch=arch),
+        "Int32": int,
+        "Int64": int,
+        "Uint32": wrap(32),
+        "Float32": "float",
+        "numerics": Numerics,
+        "ptx": Ptx(unit),
+        "sync": SimpleNamespace(wait_barrier=lambda barriers, parity: barriers.here.wait(parity)),
+        "tcgen05": Tcgen05(unit, here),
+        "words": sm100_score_words,
+        "scale_offset": sm100_score_words.scale_offset,
+        "keys": SimpleNamespace(key16x2=lambda word: word),
+    }
+
+
+def functions(file: str, only: tuple[str, ...] | None = None, edits: tuple[tuple[str, str], ...] = ()) -> ast.Module:
+    """The file's functions and constants, without imports and decorators. edits: replacements in the source."""
+    source = (KERNELS / file).read_text()
+    for old, new in edits:
+        if old in source:
+            source = source.replace(old, new)
+    tree = ast.parse(source)
+    body = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
+            if only is None or node.name in only:
+                body.append(node)
+        elif only is None and isinstance(node, ast.Assign | ast.Assert):
+            body.append(node)
+    return ast.Module(body, [])
+
+
+def device_code(unit: Unit, here: Lanes, edits: tuple[tuple[str, str], ...] = ()) -> dict[str, Any]:
+    """The scorer's device functions by name, bound to `unit`. Float32(x) must stay a call: it becomes a float."""
+    names = bindings(unit, here)
+    shared = [(path.name, SHARED_FUNCTIONS) for path in sorted(KERNELS.glob("sm90_score_*.py"))]
+    shared.append(("schedule.py", ("tiles_before",)))
+    for file, only in (*shared, ("sm100_score_feed.py", None), ("sm100_score_math.py", None)):
+        tree = ast.fix_missing_locations(_Floats().visit(functions(file, only, edits)))
+        exec(compile(tree, file, "exec"), names)
+    names["schedule"] = SimpleNamespace(tiles_before=names["tiles_before"])
+    assert set(SHARED_FUNCTIONS) <= set(names), "a function shared with Hopper has moved"
+    return names
+
+
+class _Floats(ast.NodeTransformer):
+    """`Float32(x)` is a number, `Float32` as an argument a type; both names are bound to one string, so calls go."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "Float32":
+            return ast.Call(ast.Name("float", ast.Load()), node.args, [])
+        return node
