@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from keysieve.checks import refuse, require_int
+from keysieve.checks import describe, refuse, require_int
 from keysieve.spec import MAX_CONTEXT, MAX_WORLD
 
 _INT32_MAX = 2**31 - 1
@@ -76,10 +76,10 @@ def local_seq_lens(
     local = _local_lens(seq_lens, world, rank, interleave)
     if out is None:
         return local
-    if out.dtype != torch.int32 or out.shape != local.shape:
+    if not isinstance(out, torch.Tensor) or out.dtype != torch.int32 or out.shape != local.shape:
         refuse(
             "out",
-            got=f"{out.dtype} {list(out.shape)}",
+            got=describe(out),
             accepted=f"int32 {list(local.shape)}",
             remedy="Pass a matching buffer, or none.",
         )

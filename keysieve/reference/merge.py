@@ -87,9 +87,7 @@ def merge(
     if n > k:
         refuse("words", got=f"lists of {n} candidates for k={k}", accepted="n <= k", remedy="Offer at most k a rank.")
     if seq_lens is not None:
-        if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.numel() == rows:
-            seq_lens = seq_lens.reshape(-1)
-        seq_lens = require_tensor("seq_lens", seq_lens, dtypes=(torch.int32, torch.int64), shape=(rows,))
+        seq_lens = _lengths(seq_lens, rows)
         _check_lists("words", order, seq_lens, interleave, n, order.new_ones((rows, world), dtype=torch.bool))
     saturated = _saturated(order, k, n, seq_lens, interleave)
     if bool(saturated.any()):
@@ -102,6 +100,9 @@ def merge(
     local = torch.where(owned < 0, -1, owned // (interleave * world) * interleave + owned % interleave)
     counts = won[:, rank].sum(-1, dtype=torch.int32)
     out = local.to(torch.int32)
+    if kv_table is None and row_request is not None:
+        remedy = "Pass kv_table too, or leave row_request out."
+        refuse("row_request", got="a tensor without kv_table", accepted="None", remedy=remedy)
     if kv_table is not None:
         out = _placed(out, kv_table, kv_page, block_rows, row_request)
     return Merged(out, counts, positions, saturated.T.contiguous())
@@ -117,13 +118,26 @@ def saturated_ranks(
 ) -> torch.Tensor:
     """bool ``[world, rows]``: the ranks that must offer their local top-k of a row before it can be merged.
 
-    Every rank computes the same from the same words, so nobody has to be told.
+    Every rank computes the same from the same words, so nobody has to be told. Arguments and refusals as for
+    :func:`merge`, except that the lists are not held to the lengths.
     """
     words = require_candidates("words", words)
+    require_int("k", k, 1, MAX_TOPK, "Select fewer keys per row.")
     check_sharding(words.shape[0], 0, interleave)
     require_planes(planes)
     order, n = _orders(words, interleave, planes)
+    if n > k:
+        refuse("words", got=f"lists of {n} candidates for k={k}", accepted="n <= k", remedy="Offer at most k a rank.")
+    if seq_lens is not None:
+        seq_lens = _lengths(seq_lens, words.shape[1])
     return _saturated(order, k, n, seq_lens, interleave).T.contiguous()
+
+
+def _lengths(seq_lens: torch.Tensor, rows: int) -> torch.Tensor:
+    """``seq_lens`` as integers ``[rows]``, or a refusal; nothing is broadcast."""
+    if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.numel() == rows:
+        seq_lens = seq_lens.reshape(-1)
+    return require_tensor("seq_lens", seq_lens, dtypes=(torch.int32, torch.int64), shape=(rows,))
 
 
 def _orders(words: torch.Tensor, interleave: int, planes: int) -> tuple[torch.Tensor, int]:

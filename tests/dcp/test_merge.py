@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,23 @@ def test_longer_rows() -> None:
     report = fuzz.run(range(40), longest=6000, largest_k=700)
     assert report.failures == ()
     assert report.rescued_rows > 5
+
+
+def test_every_small_row_exhaustively() -> None:
+    """All rows of up to 7 keys with two scores, through the package, for small W, S, K and every N."""
+    rows = 0
+    for length in range(8):
+        scores = [list(row) for row in itertools.product((0.0, 1.0), repeat=length)]
+        expected = [sorted(range(length), key=lambda g, row=row: (-row[g], g)) for row in scores]
+        for (world, interleave), k in itertools.product(((2, 1), (2, 2), (3, 1), (2, 3)), range(1, 5)):
+            best_k = [sorted(order[:k]) + [-1] * (k - len(order)) for order in expected]
+            for n in range(1, k + 1):
+                case = _case(world, interleave, n, k, scores)
+                merged = fuzz.exchange(case)
+                assert merged[0].positions.tolist() == best_k, str(case)
+                assert fuzz.difference(case, merged) is None, str(case)
+                rows += len(scores)
+    assert rows == 10_200
 
 
 def test_the_strict_rule_misses_a_tied_winner() -> None:
@@ -198,6 +216,7 @@ def test_lists_that_do_not_fit_the_lengths_are_refused() -> None:
         ({"words": torch.zeros(2, 5, dtype=torch.int32)}, "world, rows, words"),
         ({"words": [torch.zeros(1, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)]}, "one shape"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens"),
+        ({"row_request": torch.zeros(1, dtype=torch.int32)}, "row_request"),
     ],
 )
 def test_bad_arguments_are_refused(change: dict[str, object], named: str) -> None:
@@ -206,6 +225,25 @@ def test_bad_arguments_are_refused(change: dict[str, object], named: str) -> Non
     words, k = arguments.pop("words"), arguments.pop("k")
     with pytest.raises(ks.KeysieveError, match=named):
         ks.merge(words, k, **arguments)  # type: ignore[arg-type]  # wrong types are the point
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"k": 0}, "k"),
+        ({"k": 2}, "n <= k"),
+        ({"k": True}, "k"),
+        ({"seq_lens": torch.tensor([5])}, "seq_lens"),
+        ({"seq_lens": torch.tensor([[5, 5], [5, 5]])}, "seq_lens"),
+        ({"seq_lens": torch.tensor([5.0, 5.0, 5.0])}, "seq_lens"),
+        ({"seq_lens": [5, 5, 5]}, "seq_lens"),
+    ],
+)
+def test_the_saturated_ranks_of_bad_arguments_are_not_asked_for(change: dict[str, Any], named: str) -> None:
+    words = _lists(_case(2, 1, 3, 8, [[1.0] * 9] * 3), 3)
+    assert saturated_ranks(words, 8, seq_lens=torch.tensor([9, 9, 9])).any()
+    with pytest.raises(ks.KeysieveError, match=named):
+        saturated_ranks(words, **({"k": 8} | change))
 
 
 def test_the_default_number_of_candidates_rescues_almost_never() -> None:
