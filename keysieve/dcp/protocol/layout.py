@@ -19,8 +19,8 @@ class Layout:
     """Offsets into a state for ``world`` ranks, ``rows`` rows, ``units`` halves a row and ``calls`` calls."""
 
     def __init__(self, world: int, rows: int, units: int, calls: int, rescue_units: int) -> None:
-        if calls > 8:
-            raise ValueError(f"a state has room for 8 calls, not {calls}")
+        if rows * calls > 8:
+            raise ValueError(f"a state has room for 8 words of (row, call), not {rows * calls}")
         self.world, self.rows, self.units, self.calls, self.rescue_units = world, rows, units, calls, rescue_units
         self._cells = 0
         self._tags = self._cells + world * world * rows * units * CHUNK
@@ -83,8 +83,17 @@ class Layout:
         return self._row(rank, row) + 8 + source
 
     def recv(self, dst: int, row: int, index: int, unit: int) -> int:
-        """Three bytes of a rescue word: the call it is of, the stores on their way, whether it was read."""
+        """Three bytes: which rescue word is here (see :meth:`word`), the stores on their way, whether it was read."""
         return self._recv + (((dst * self.rows + row) * self.world + index) * self.rescue_units + unit) * 3
+
+    def word(self, row: int, call: int) -> int:
+        """The name of the rescue words of ``row`` and ``call``, from 1; 0 is memory that was never written."""
+        return row * self.calls + call
+
+    def named(self, word: int) -> str:
+        """A rescue word's name, for reports."""
+        row, call = divmod(word - 1, self.calls)
+        return f"call {call + 1}, row {row}" if word else "call 0"
 
     def flag(self, dst: int, source: int, row: int) -> int:
         """Two bytes: the flag's value at ``dst``, and the values on their way."""

@@ -144,10 +144,10 @@ class Model:
             yield from self._flag_landings(state, dst, source, row)
         for dst, row, index, unit in at.rescue_cells:
             cell = at.recv(dst, row, index, unit)
-            for call in _bits(state[cell + 1]):
+            for word in _bits(state[cell + 1]):
                 b = bytearray(state)
-                b[cell], b[cell + 1] = call, state[cell + 1] ^ (1 << (call - 1))
-                yield Step(f"rescue word of call {call}, row {row}, lands on rank {dst}, list {index}", bytes(b))
+                b[cell], b[cell + 1] = word, state[cell + 1] ^ (1 << (word - 1))
+                yield Step(f"rescue word of {at.named(word)} lands on rank {dst}, list {index}", bytes(b))
 
     def _flag_landings(self, state: bytes, dst: int, source: int, row: int) -> Iterator[Step]:
         """A flag lands; released, it may not overtake the rescue words its source wrote before it."""
@@ -156,8 +156,8 @@ class Model:
         for seq in _bits(state[flag + 1]):
             call = state[at.flag_call(source, row, seq)]
             index = s.saturated[call, row].index(source)
-            words = (at.recv(dst, row, index, u) for u in range(s.rescue_units))
-            late = any(state[cell + 1] & (1 << (call - 1)) for cell in words)
+            cells = (at.recv(dst, self._place(row), index, u) for u in range(s.rescue_units))
+            late = any(state[cell + 1] & (1 << (at.word(row, call) - 1)) for cell in cells)
             if late and "relaxed-flag" not in self.faults:
                 continue
             b = bytearray(state)
@@ -294,6 +294,10 @@ class Model:
 
     # --- second round, and the end of a row --------------------------------------------------------------------
 
+    def _place(self, row: int) -> int:
+        """The row of ``recv`` that the lists of ``row`` are kept in."""
+        return 0 if "shared-lists" in self.faults else row
+
     def _rescue(self, state: bytes, rank: int, row: int, call: int, accepted: bool) -> Iterator[Step]:
         s, at = self.scenario, self.layout
         ranks = s.saturated.get((call, row), ())
@@ -305,7 +309,7 @@ class Model:
             b[at.flag_call(rank, row, seq)] = call
             for dst in range(s.world):
                 for unit in range(s.rescue_units):
-                    b[at.recv(dst, row, ranks.index(rank), unit) + 1] |= 1 << (call - 1)
+                    b[at.recv(dst, self._place(row), ranks.index(rank), unit) + 1] |= 1 << (at.word(row, call) - 1)
                 b[at.flag(dst, rank, row) + 1] |= 1 << (seq - 1)
             yield Step(f"rank {rank} writes its rescue words of row {row}, call {call}, and flag {seq}", bytes(b))
         if not accepted:
@@ -314,18 +318,18 @@ class Model:
         for index, source in enumerate(ranks):
             flag = state[at.flag(rank, source, row)]
             for unit in range(s.rescue_units):
-                cell = at.recv(rank, row, index, unit)
-                if state[cell + 2]:
+                cell, own = at.recv(rank, self._place(row), index, unit), at.recv(rank, row, index, unit)
+                if state[own + 2]:
                     continue
                 complete = False
                 if flag < state[at.seq(rank, row)] + 1:
                     continue
                 b = bytearray(state)
-                b[cell + 2] = 1
+                b[own + 2] = 1
                 violation = None
-                if state[cell] != call:
+                if state[cell] != at.word(row, call):
                     violation = (
-                        f"rank {rank} read a rescue word of call {state[cell]} for row {row} of call {call} "
+                        f"rank {rank} read a rescue word of {at.named(state[cell])} for row {row} of call {call} "
                         f"(list {index}, from rank {source})"
                     )
                 yield Step(f"rank {rank} reads rank {source}'s rescue word of row {row}", bytes(b), violation)

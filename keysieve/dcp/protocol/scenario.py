@@ -15,6 +15,7 @@ FAULTS: Final[dict[str, str]] = {
     "no-signature": "the signature of a call is not compared",
     "early-rescue": "rescue words are written before the first round is accepted",
     "any-row-order": "blocks of the merge start in whatever order the hardware likes",
+    "shared-lists": "all rows keep their rescue lists in one place",
     "relaxed-flag": "the rescue flag is published without release order",
     "ordered-tags": "a tag is accepted if it is at least the expected one, as an unsigned number",
     "zeroed-slots": "slots are zeroed although the epochs do not start at 0",

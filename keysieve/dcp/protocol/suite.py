@@ -46,6 +46,14 @@ FULL_CHIP: Final = Scenario(
     resident=1,
     own_in_order=True,
 )
+BOTH_ROWS: Final = Scenario(
+    "2 ranks, 2 rows, rank 0 rescued in both, both resident",
+    _all(2, 1),
+    rows=2,
+    units=("sig",),
+    saturated={(1, 0): (0,), (1, 1): (0,)},
+    own_in_order=True,
+)
 SKIPPED: Final = Scenario(
     "2 ranks, rank 1 skips a call", ((1, 2, 3), (1, 3)), units=WORD, client_errs=True, own_in_order=True
 )
@@ -75,6 +83,7 @@ SMALL: Final[tuple[Scenario, ...]] = (
         own_in_order=True,
     ),
     FULL_CHIP,
+    BOTH_ROWS,
     SKIPPED,
     OTHER_ROWS,
 )
@@ -87,6 +96,14 @@ LARGE: Final[tuple[Scenario, ...]] = (
     Scenario("3 ranks, 3 calls, 1 half", _all(3, 3), units=("sig",), first_epoch=3, own_in_order=True),
     Scenario("3 ranks, 2 calls, 1 half, own late too", _all(3, 2), units=("sig",), first_epoch=2),
     Scenario("3 ranks, 1 call, 2 halves, own in order", _all(3, 1), units=("lo", "hi"), own_in_order=True),
+    Scenario(
+        "2 ranks, 2 rows, both rescued, both resident",
+        _all(2, 1),
+        rows=2,
+        units=("sig",),
+        saturated=_rescued(2, 1, 2),
+        own_in_order=True,
+    ),
     Scenario("2 ranks, 2 rows, 2 calls, 1 half, own in order", _all(2, 2), rows=2, units=("sig",), own_in_order=True),
     Scenario("2 ranks, 3 calls, both rescued", _all(2, 3), units=("sig",), saturated=_rescued(2, 3), own_in_order=True),
     Scenario(
@@ -108,6 +125,7 @@ SEEDED: Final[dict[str, Scenario]] = {
     "no-signature": SKIPPED,
     "early-rescue": ONE_RESCUED,
     "any-row-order": FULL_CHIP,
+    "shared-lists": BOTH_ROWS,
     "relaxed-flag": ONE_RESCUED,
     "ordered-tags": WRAP[3],
     "zeroed-slots": WRAP[3],
