@@ -24,7 +24,7 @@ from keysieve.spec import BACKENDS, MAX_NEXT_N, IndexerSpec
 ARCHITECTURES: Final = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
 """CUDA compute capabilities and the backend that serves them. An allow-list: others are refused by name."""
 
-GPU_HOSTS: Final[dict[str, str]] = {"sm90": "keysieve.sm90"}
+GPU_HOSTS: Final[dict[str, str]] = {"sm90": "keysieve.sm90", "sm100": "keysieve.sm100"}
 """GPU backend name -> module whose ``make()`` returns its :class:`Backend`. Imported when first asked for."""
 
 

@@ -12,6 +12,7 @@ import torch
 from keysieve.checks import UnsupportedError, describe, message, refuse
 from keysieve.inputs import Step
 from keysieve.kernels import select_host, sm90_score_config, sm90_score_host
+from keysieve.kernels.base import Kernel
 from keysieve.kernels.flags import FLAG_BAD_OWNER
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
@@ -29,6 +30,8 @@ class Sm90Backend:
     """What one process does on its Hopper GPUs. Stateless calls share one flag word per device."""
 
     name = "sm90"
+    kernel: Kernel = sm90_score_config.KERNEL
+    host: Any = sm90_score_host
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, DeviceFlags] = {}
@@ -40,12 +43,9 @@ class Sm90Backend:
 
     def reason_against(self, spec: IndexerSpec, next_n: int, device: torch.device, cache: Any) -> str | None:
         """Why this backend cannot run ``spec`` on ``device``, or None."""
-        reason = sm90_score_config.unsupported(spec.heads, next_n, spec.key_format)
+        reason = self._no_scorer(spec, next_n)
         if reason is not None:
-            return message("spec", got=spec, accepted=reason, remedy="Use one of these, or device='cpu'.")
-        if spec.numerics_on(self.name) != "fp32":
-            remedy = "Use numerics=None or 'fp32' on Hopper; 'bf16' runs on the CPU."
-            return message("numerics", got=repr(spec.numerics), accepted="'fp32' on sm90", remedy=remedy)
+            return reason
         if cache is not None:
             data = cache.data
             if data.device != device:
@@ -54,6 +54,20 @@ class Sm90Backend:
                 remedy = "Allocate the pool 16-byte aligned, with a page stride that is a multiple of 16 bytes."
                 return message("cache", got=describe(data), accepted="16-byte aligned pages", remedy=remedy)
         return unlaunchable(device)
+
+    def _no_scorer(self, spec: IndexerSpec, next_n: int) -> str | None:
+        """Why there is no scorer for ``spec``, or None."""
+        reason = sm90_score_config.unsupported(spec.heads, next_n, spec.key_format)
+        if reason is not None:
+            return message("spec", got=spec, accepted=reason, remedy="Use one of these, or device='cpu'.")
+        if spec.numerics_on(self.name) != "fp32":
+            remedy = "Use numerics=None or 'fp32' on Hopper; 'bf16' runs on the CPU."
+            return message("numerics", got=repr(spec.numerics), accepted="'fp32' on sm90", remedy=remedy)
+        return None
+
+    def score_config(self, spec: IndexerSpec, next_n: int, layout: str, weights: str) -> Any:
+        """The scorer's configuration for ``spec``; weights: "float32" or "bfloat16"."""
+        return sm90_score_config.ScoreConfig(spec.key_format, spec.heads, next_n, layout, weights)
 
     # --- stateless calls -------------------------------------------------------------------------------------------
 
@@ -140,12 +154,10 @@ class Sm90Backend:
             self._launchers[key] = Launcher(kernel, config, device)
         return self._launchers[key]
 
-    def score_launcher(self, step: Step, layout: str) -> tuple[Launcher, sm90_score_config.ScoreConfig]:
-        """The scorer for a step's format, heads, rows per request and weights."""
-        config = sm90_score_config.ScoreConfig(
-            step.spec.key_format, step.spec.heads, step.next_n, layout, _WEIGHTS[step.weights.dtype]
-        )
-        return self.launcher(step.codes.device, sm90_score_config.KERNEL, config), config
+    def score_launcher(self, step: Step, layout: str) -> tuple[Launcher, Any]:
+        """The scorer for a step's format, heads, rows per request and weights, and its configuration."""
+        config = self.score_config(step.spec, step.next_n, layout, _WEIGHTS[step.weights.dtype])
+        return self.launcher(step.codes.device, self.kernel, config), config
 
     def _selector(self, device: torch.device, k: int, rows: int, width: int) -> select_host.Selector:
         """The public top-k's selector for a shape; kernels are shared by all of them, so forgetting some is cheap."""
@@ -170,7 +182,7 @@ class Sm90Backend:
 def _score_into(backend: Sm90Backend, step: Step, pitched: torch.Tensor, max_len: int, flags: torch.Tensor) -> None:
     launch, config = backend.score_launcher(step, "pitched")
     limit_requests(step)
-    sm90_score_host.score_pitched(
+    backend.host.score_pitched(
         launch,
         config,
         step.codes.contiguous(),
@@ -182,6 +194,7 @@ def _score_into(backend: Sm90Backend, step: Step, pitched: torch.Tensor, max_len
         logits=pitched,
         flags=flags,
         blocks=backend.sms(step.codes.device),
+        words=None if step.words is None else step.words.contiguous(),
     )
 
 

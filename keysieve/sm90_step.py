@@ -9,7 +9,7 @@ import torch
 
 from keysieve.checks import DeviceFault, KeysieveError, UnsupportedError, describe, message, refuse
 from keysieve.inputs import Placement, Selection, Step
-from keysieve.kernels import select_host, sm90_score_config, sm90_score_host
+from keysieve.kernels import select_host
 from keysieve.kernels.flags import describe as describe_flags
 from keysieve.launch import capturing
 from keysieve.plan import Plan
@@ -86,10 +86,7 @@ class Sm90Runner:
             maxima=True,
         )
         for next_n in problem.next_n:  # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
-            config = sm90_score_config.ScoreConfig(
-                problem.spec.key_format, problem.spec.heads, next_n, "compact", "float32"
-            )
-            backend.launcher(device, sm90_score_config.KERNEL, config)
+            backend.launcher(device, backend.kernel, backend.score_config(problem.spec, next_n, "compact", "float32"))
         self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
         self._last_eager, self._last_captured = self.stream, NO_STREAM
 
@@ -111,7 +108,7 @@ class Sm90Runner:
         """The two launches as integers; refuses what the kernels cannot take."""
         launch, config = self._backend.score_launcher(step, "compact")
         self._calls.clear()
-        sm90_score_host.score_compact(
+        self._backend.host.score_compact(
             Recorder(launch, self._calls),
             config,
             named(step.codes, "query"),
@@ -126,6 +123,7 @@ class Sm90Runner:
             starts=self._starts,
             flags=self._flags.word,
             blocks=self._blocks,
+            words=step.words,
         )
         self._select.select(
             self._logits,

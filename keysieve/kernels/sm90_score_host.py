@@ -1,25 +1,37 @@
-"""From tensors to a launch of the sm90 scorer. Nothing is checked twice: callers have checked shapes and dtypes.
+"""From tensors to a launch of a scorer. Nothing is checked twice: callers have checked shapes and dtypes.
 
 `launch` is a `keysieve.launch.Launcher` made with `sm90_score_config.KERNEL` and the configuration (or anything that
-takes the entry's integers without the stream). What only this kernel needs, alignment and strides, is checked here.
+takes the entry's integers without the stream). What only the scorers need, alignment and strides, is checked here.
+`sm100_score_host` calls these functions for Blackwell: its entry differs by one address in front.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from keysieve.checks import describe, refuse
-from keysieve.kernels.sm90_score_config import ScoreConfig
-from keysieve.spec import PAGE, TILE
+from keysieve.spec import FORMATS, PAGE, TILE
 
 Launch = Callable[..., None]
 
 
+class Config(Protocol):
+    """What is asked of a scorer's configuration."""
+
+    @property
+    def key_format(self) -> str: ...
+    @property
+    def next_n(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+
+
 def score_compact(
     launch: Launch,
-    config: ScoreConfig,
+    config: Config,
     query: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -34,6 +46,7 @@ def score_compact(
     flags: torch.Tensor,
     blocks: int,
     chained: bool = False,
+    words: torch.Tensor | None = None,
 ) -> None:
     """Score every request that has a row longer than `topk` into the compact layout (topk 0: every request).
 
@@ -42,14 +55,15 @@ def score_compact(
     contiguous. index_table: int32 [requests, width], any row stride. logits: BF16, `tops` uint16 or int16 of an eighth
     its elements. starts: int32 [requests + 1], filled with the tiles before each request. flags: the int32 flag word,
     bits as in `schedule`. blocks: the device's SMs (any number gives the same bits). chained: launch as a programmatic
-    dependent of the kernel before.
+    dependent of the kernel before. words: none; for what Blackwell takes see `sm100_score_host`.
     """
+    del words
     _require_layout(config, "compact")
     requests = index_table.shape[0]
     if requests == 0:
         return
     capacity = min(logits.numel(), tops.numel() * 8) // (TILE * config.next_n)
-    common = _common(query, cache, weights, seq_lens, index_table, max_context)
+    common = _common(config, query, cache, weights, seq_lens, index_table, max_context)
     pointers, strides, sizes = common
     launch(
         *pointers,
@@ -69,7 +83,7 @@ def score_compact(
 
 def score_pitched(
     launch: Launch,
-    config: ScoreConfig,
+    config: Config,
     query: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -81,28 +95,31 @@ def score_pitched(
     flags: torch.Tensor,
     blocks: int,
     chained: bool = False,
+    words: torch.Tensor | None = None,
 ) -> None:
     """Score every request into BF16 `logits` [rows, >= longest usable length], row t at `t * logits.stride(0)`.
 
     The row stride is the pitch. Lengths beyond `max_context` make a row empty, so `max_context` is at most the pitch.
     Other arguments as in `score_compact`; nothing is written past a row's length.
     """
+    del words
     _require_layout(config, "pitched")
     requests = index_table.shape[0]
     if requests == 0:
         return
     pitch = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
-    pointers, strides, sizes = _common(query, cache, weights, seq_lens, index_table, min(max_context, pitch))
+    pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
     launch(*pointers, logits.data_ptr(), 0, 0, flags.data_ptr(), *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
 
 
-def _require_layout(config: ScoreConfig, layout: str) -> None:
+def _require_layout(config: Config, layout: str) -> None:
     if config.layout != layout:
         remedy = "Use the kernel that was compiled for this layout."
         refuse("config", got=f"layout {config.layout!r}", accepted=repr(layout), remedy=remedy)
 
 
 def _common(
+    config: Config,
     query: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -119,12 +136,13 @@ def _common(
         refuse(
             name, got=f"address {tensor.data_ptr():#x}", accepted="16-byte alignment", remedy="Copy or re-allocate it."
         )
-    page_stride = cache.stride(0) if cache.shape[0] > 1 else 8448
-    if page_stride % 16 or page_stride < 8448:
+    page_bytes = FORMATS[config.key_format].page_bytes
+    page_stride = cache.stride(0) if cache.shape[0] > 1 else page_bytes
+    if page_stride % 16 or page_stride < page_bytes:
         refuse(
             "cache",
             got=f"page stride {page_stride} bytes",
-            accepted="a multiple of 16, at least 8448",
+            accepted=f"a multiple of 16, at least {page_bytes}",
             remedy="Pad pages.",
         )
     requests, width = index_table.shape

@@ -34,6 +34,7 @@ LAYERS = {
     "keysieve.dcp": 6,
     "keysieve.sm90": 6,
     "keysieve.sm90_step": 6,
+    "keysieve.sm100": 6,
     "keysieve.backends": 6,
     "keysieve.api": 7,
     "keysieve.ops": 7,
