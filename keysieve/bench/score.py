@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
+from keysieve.backends import load, name_for
 from keysieve.bench import timing
-from keysieve.kernels import sm90_score_host as host
-from keysieve.kernels.sm90_score_config import KERNEL, ScoreConfig
-from keysieve.launch import Launcher
+from keysieve.launch import Launcher, arch_of
 from keysieve.reference.layouts import row_tops
-from keysieve.spec import PAGE, TILE
+from keysieve.spec import PAGE, TILE, IndexerSpec
 from keysieve.testing.score_bound import logit_bound
 
 READ_BANDWIDTH = 4.27e12
@@ -148,9 +147,9 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
     return made
 
 
-def score_call(launch: Callable[..., None], config: ScoreConfig, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
+def score_call(launch: Callable[..., None], config: Any, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
     """One launch on an input set."""
-    host.score_compact(
+    _backend(pool.device).host.score_compact(
         launch,
         config,
         x.query,
@@ -248,8 +247,8 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Rec
     device = pool.device
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    config = config_of(case)
-    launch = Launcher(KERNEL, config, device)
+    config = config_of(case, device)
+    launch = Launcher(_backend(device).kernel, config, device)
     sets = timing.sets_for(case.read_bytes, l2, MOST_SETS)
     inputs = make_inputs(case, pool, sets)
     torch.cuda.synchronize(device)
@@ -294,17 +293,24 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Rec
     )
 
 
-def config_of(case: Case) -> ScoreConfig:
-    """The kernel a case runs."""
-    return ScoreConfig("fp8_fp32", case.heads, case.next_n, "compact", "float32")
+def _backend(device: torch.device) -> Any:
+    """The GPU backend that serves the device: its kernel, its host functions, its configurations."""
+    return load(name_for("auto", device))
 
 
-def prepare(cases: list[Case]) -> None:
+def config_of(case: Case, device: torch.device) -> Any:
+    """The configuration a case runs in."""
+    spec = IndexerSpec(case.heads, TOPK, "fp8_fp32", numerics="fp32")
+    return _backend(device).score_config(spec, case.next_n, "compact", "float32")
+
+
+def prepare(cases: list[Case], device: torch.device) -> None:
     """Compile the cases' kernels in several processes."""
     from keysieve.compile.parallel import Job, run
 
-    configs = list(dict.fromkeys(config_of(case) for case in cases))
-    for result in run([Job(KERNEL.name, config, "sm_90a") for config in configs], len(configs)):
+    configs = list(dict.fromkeys(config_of(case, device) for case in cases))
+    kernel, arch = _backend(device).kernel, arch_of(device)[1]
+    for result in run([Job(kernel.name, config, arch) for config in configs], len(configs)):
         if result.status == "failed":
             raise RuntimeError(f"{result.name}: {result.error}")
 
@@ -341,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         warm_peers(DeepGemm(), device)
         return 0
     if args.prepare:
-        prepare(chosen)
+        prepare(chosen, device)
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
     pool = make_pool(pages, device)
     peer: DeepGemm | None = None
