@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -309,6 +311,19 @@ def test_a_tensor_changed_in_place_is_seen(device: Device) -> None:
     given["cache"].data.set_(aligned)
     given["out"].t_()
     assert same_as_first(device, indexer, given).error is not None
+
+
+def test_no_tensor_of_a_call_is_kept(device: Device) -> None:
+    """A form holds sizes and addresses of the workspace, not the caller's memory: that may be freed and used anew."""
+    indexer, given = build(), arguments()
+    assert Outcome(device, indexer, given).error is None
+    assert Outcome(device, indexer, given | {"seq_lens": given["seq_lens"].long()}).error is None
+    alive = [weakref.ref(v) for v in given.values() if isinstance(v, torch.Tensor | ks.IndexCache)]
+    assert len(alive) == 9
+    del given
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 9
+    assert len(indexer._known) == 2
 
 
 def test_formats_at_the_same_addresses_are_told_apart(device: Device) -> None:
