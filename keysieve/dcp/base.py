@@ -119,7 +119,7 @@ class ContextParallel(ABC):
         self.planes = index_planes(sharding.max_local_len(self.max_context))
         try:
             self._allocate(torch.device(device))
-        except KeysieveError:
+        except BaseException:
             self.topk, self.max_rows, self.max_context, self.planes = before
             raise
         return sharding

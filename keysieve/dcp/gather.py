@@ -250,11 +250,11 @@ class Gather(ContextParallel):
         started: list[tuple[int, Any]] = []
         silent: dict[int, str] = {}
         for peer in (r for r in range(self.world) if r != self.rank):
-            address = dist.get_global_rank(self.group, peer)
             try:
+                address = dist.get_global_rank(self.group, peer)
                 started.append((peer, dist.irecv(everyones[peer], src=address, group=self.group, tag=tag)))
                 started.append((peer, dist.isend(own, dst=address, group=self.group, tag=tag)))
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # the latter for a group that was destroyed
                 silent[peer] = _first_line(error)
         for peer, work in started:
             try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import keysieve as ks
 from keysieve.dcp import gather
@@ -220,6 +221,23 @@ def test_an_exception_inside_the_exchange_ends_the_group(how: int) -> None:
     assert max(zero.seconds, one.seconds) < 10
 
 
+def _destroyed(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    group = ks.dcp.Gather(interleave=16, timeout=1.0)
+    indexer = indexer_of(cases[0], group, max_context=1024)
+    got = [_one_layer(indexer, shard_case(cases[0], world, rank, 16))]
+    dist.destroy_process_group()
+    return [*got, *(_one_layer(indexer, shard_case(case, world, rank, 16)) for case in cases)]
+
+
+def test_a_process_group_that_was_destroyed_is_an_error_of_the_exchange() -> None:
+    cases = _layers(2)
+    for rank, result in enumerate(run_ranks(2, _destroyed, cases, limit=60)):
+        assert result.error is None, result.error
+        _, first, second = result.value
+        assert f"ExchangeError: dcp: got no answer on rank {rank} to call 2 from rank {1 - rank} (" in first
+        assert second.startswith("ExchangeError: this all-gather failed before")
+
+
 def _own_work(rank: int, world: int, cases: list[Case]) -> list[Any]:
     """Merging fails on rank 1, after everything that the peers need and everything that this rank needs."""
     group = ks.dcp.Gather(interleave=16, timeout=30.0)
@@ -255,6 +273,10 @@ class Noting(ContextParallel):
     def offered(self, topk: int) -> int:
         return topk
 
+    def _allocate(self, device: Any) -> None:
+        if self.max_rows > 100:
+            raise MemoryError(str(device))
+
     def select(self, *_args: Any, **_kwargs: Any) -> Any:
         self.calls += 1
         self.told.append("select")
@@ -277,3 +299,13 @@ def test_a_call_is_selected_or_withdrawn_and_never_both(error: BaseException) ->
     with pytest.raises(type(error)):
         step(indexer, case)
     assert group.told == ["select", "withdraw"]
+
+
+def test_a_bind_that_fails_leaves_the_limits_as_they_were() -> None:
+    (case,) = _layers(1)
+    group = Noting(None)
+    indexer_of(case, group, max_context=512)
+    before = (group.topk, group.max_rows, group.max_context, group.planes)
+    with pytest.raises(MemoryError):
+        indexer_of(case, group, max_rows=101, max_context=1 << 20)
+    assert (group.topk, group.max_rows, group.max_context, group.planes) == before
