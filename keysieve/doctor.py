@@ -16,6 +16,9 @@ from keysieve.spec import BACKENDS, FORMATS, IndexerSpec
 
 OK, MISSING, NOTE = "ok", "missing", "note"
 
+UNTRIED = "compiled and inspected, not run"
+"""What has been done with the Blackwell kernels so far. The text of README and docs/blackwell.md as well."""
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -68,6 +71,7 @@ def diagnose() -> Diagnosis:
     ]
     devices = tuple(_devices())
     facts += _peer_facts(devices)
+    facts.append(Fact("backend sm100", NOTE, UNTRIED, "run `keysieve check --device cuda` first: docs/blackwell.md"))
     return Diagnosis(tuple(facts), tuple(_backend_state(name, devices) for name in BACKENDS), devices)
 
 
