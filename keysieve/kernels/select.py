@@ -30,7 +30,7 @@ from keysieve.kernels import select_foreign as foreign
 from keysieve.kernels import select_rows as places
 from keysieve.kernels import select_stages as stages
 from keysieve.kernels import select_steps as steps
-from keysieve.kernels.select_config import ALIGNMENT, SelectConfig, SharedMap
+from keysieve.kernels.select_config import SelectConfig, SharedMap
 
 
 class Select:
@@ -127,7 +127,9 @@ class Select:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
-        base = (base + Uint32(ALIGNMENT - 1)) & Uint32(0x100000000 - ALIGNMENT)  # the same in all blocks of a cluster
+        base = (base + Uint32(config.alignment - 1)) & Uint32(
+            0x100000000 - config.alignment
+        )  # the same in all blocks of a cluster
         steps.mark(base, thread, 0, config)
         row = block // Int32(config.cluster)
         rank = block - row * Int32(config.cluster)

@@ -19,9 +19,6 @@ CLUSTERS: tuple[int, ...] = (1, 2, 4, 8)
 """Blocks that may share a row, over distributed shared memory. (16 were slower in every measured shape: exchanges grow,
 and clusters of 16 do not fill the chip.)"""
 
-ALIGNMENT: int = 8192
-"""The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
-
 VECTORS: int = 4
 """16-byte vectors that a thread keeps in registers: of keys, and before them of maxima (more maxima are read again)."""
 
@@ -46,6 +43,16 @@ class SelectConfig:
     @property
     def warps(self) -> int:
         return self.threads // 32
+
+    def high_bits(self, stage: int) -> int:
+        """Bits of the first digit: 11, and 12 among the maxima of a row that one block works on, where a finer digit
+        mostly spares the second one (see `find_groups`)."""
+        return 12 if self.cluster == 1 and stage == 0 else 11
+
+    @property
+    def alignment(self) -> int:
+        """The map begins at a multiple of this: a histogram's bin is then addressed by `bin * 4 | base`."""
+        return 4 << self.high_bits(0)
 
     @property
     def held_groups(self) -> int:
@@ -75,7 +82,7 @@ class SelectConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory to ask for: the map, and what aligning its start may cost."""
-        return SharedMap.of(self).total + ALIGNMENT
+        return SharedMap.of(self).total + self.alignment
 
 
 @dataclass(frozen=True)
@@ -86,17 +93,17 @@ class SharedMap:
     block of the cluster may still read it.
     """
 
-    high: tuple[int, int]  # u32 [2048]: counts of the upper 11 bits
-    low: tuple[int, int]  # u32 [64]: counts of the lower 5 bits inside the threshold bin, then of keys outside of it
+    high: tuple[int, int]  # u32 [2048 or 4096]: counts of the upper bits
+    low: tuple[int, int]  # u32 [64]: counts of the lower bits inside the threshold bin, then of keys outside of it
     cleared: int  # bytes from 0 that are zeroed at the start
     chunks: tuple[int, int]  # u32 [cluster][32]: sums of 64 neighbouring bins, of every block of the cluster
     bins: tuple[int, int]  # u32 [cluster][64]: the threshold chunk's bins, of every block
     lows: tuple[int, int]  # u32 [cluster][40]: `low` of every block, then its keys in higher bins
-    found: tuple[int, int]  # u32: threshold digit and the keys above it, from the thread that found them
+    found: tuple[int, int]  # u32 [2]: threshold digit and the keys above it; the keys in its bin
     sums: tuple[int, int]  # u32 [32]: what every warp takes
     arrivals: int  # u64 [4]: mbarriers of what the cluster's blocks send (stage 0 chunks, lows; stage 1 the same)
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
-    groups: int  # u32 [k_class]: groups that were found, in position order
+    groups: int  # u32 [held_groups]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order
     table: int  # i32 [table_words]: the part's entries of the block table
     edges: int  # u16 [2][8]: raw keys of the row's first and last group, where they are not whole
@@ -105,32 +112,31 @@ class SharedMap:
 
     @staticmethod
     def of(config: SelectConfig) -> SharedMap:
-        sizes = {"high": 8192, "low": 256}
-        shared = {
+        high = (0, 4 << config.high_bits(0))
+        low = (high[1] + (4 << config.high_bits(1)), high[1] + (4 << config.high_bits(1)) + 256)
+        at = cleared = low[1] + 256
+        sizes = {
             "chunks": 128 * config.cluster,
             "bins": 256 * config.cluster,
             "lows": 160 * config.cluster,
             "found": 16,
             "sums": 128,
         }
-        at = 0
-        place: dict[str, list[int]] = {}
-        for group in (sizes, shared):
-            for name, size in group.items():
-                place[name] = [at, at + size]
-                at += 2 * size
-            if group is sizes:
-                cleared = at
+        pairs: dict[str, tuple[int, int]] = {}
+        for name, size in sizes.items():
+            pairs[name] = (at, at + size)
+            at += 2 * size
         arrivals = at
         tiles = arrivals + 64
         groups = tiles + 128
-        picks = groups + 4 * config.k_class
+        picks = groups + 4 * config.held_groups
         table = picks + 4 * config.k_class
         edges = table + 4 * config.table_words
         scratch = edges + 128
         total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
-        pairs = {name: (offsets[0], offsets[1]) for name, offsets in place.items()}
         return SharedMap(
+            high=high,
+            low=low,
             **pairs,
             cleared=cleared,
             arrivals=arrivals,

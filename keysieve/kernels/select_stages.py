@@ -149,18 +149,21 @@ def find_keys(
     first = first_index(rounds, thread)
     lane = thread & Int32(31)
     steps.mark(base, thread, 6, config)
+    bits = config.high_bits(1)
     for step in cutlass.range_constexpr(VECTORS):
         if Int32(step) < rounds and first + Int32(32 * step) < count:
-            steps.count_high(base + Uint32(shared.high[1]), words[4 * step : 4 * step + 4])
+            steps.count_high(base + Uint32(shared.high[1]), words[4 * step : 4 * step + 4], bits)
     steps.mark(base, thread, 7, config)
-    digit, above, my_above = steps.find_high(base, k, thread, rank, active, config, 1)
+    digit, above, my_above, _inside = steps.find_high(base, k, thread, rank, active, config, 1)
     steps.mark(base, thread, 8, config)
     for step in cutlass.range_constexpr(VECTORS):
         if has_round(step, first, count, rounds, thread):
-            steps.count_low(base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane)
+            steps.count_low(
+                base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane, config.high_bits(1)
+            )
     low, need, slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 1)
     steps.mark(base, thread, 9, config)
-    threshold = (digit << Uint32(5)) | low
+    threshold = (digit << Uint32(16 - bits)) | low
     g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
     g_before, e_before, g_warp, e_warp = steps.lane_offsets(g, e)
     g_base, e_base, g_all, e_all = steps.warp_offsets(
@@ -269,10 +272,13 @@ def find_groups(
 ) -> Int32:
     """Stage 0: the K best of the row's groups. Leaves this block's in the shared list `groups`; returns their number.
 
-    Maxima beyond the registers are read again in every pass. Ends with a block barrier.
+    Where the groups whose tops reach the threshold's bin all fit the next stage's registers, they all are taken, more
+    than K: the best K are among them, and the second digit is not looked for. Maxima beyond the registers are read
+    again in every pass. Ends with a block barrier.
     """
     shared = SharedMap.of(config)
     held = VECTORS
+    bits = config.high_bits(0)
     lane = thread & Int32(31)
     high = base + Uint32(shared.high[0])
     low_bins = base + Uint32(shared.low[0])
@@ -288,20 +294,28 @@ def find_groups(
     steps.mark(base, thread, 2, config)
     for step in cutlass.range_constexpr(held):
         if Int32(step) < rounds and first + Int32(32 * step) < count:
-            steps.count_high(high, words[4 * step : 4 * step + 4])
+            steps.count_high(high, words[4 * step : 4 * step + 4], bits)
     for step in cutlass.range(held, rounds, unroll=1):
         if first + step * Int32(32) < count:
-            steps.count_high(high, more_tops(tops, first_vector, first + step * Int32(32), count, groups))
+            steps.count_high(high, more_tops(tops, first_vector, first + step * Int32(32), count, groups), bits)
     steps.mark(base, thread, 3, config)
-    digit, above, my_above = steps.find_high(base, k, thread, rank, active, config, 0)
-    for step in cutlass.range_constexpr(held):
-        if has_round(step, first, count, rounds, thread):
-            steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane)
-    for step in cutlass.range(held, rounds, unroll=1):
-        steps.count_low(low_bins, more_tops(tops, first_vector, first + step * Int32(32), count, groups), digit, lane)
-    low, need, _slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 0)
+    digit, above, my_above, inside = steps.find_high(base, k, thread, rank, active, config, 0)
+    # Everything from the threshold's bin on, should it fit; else the exact threshold and how many equal ones to take.
+    threshold = (digit << Uint32(16 - bits)) - Uint32(1)
+    need = Int32(0)
+    exact = Boolean(True)
+    if cutlass.const_expr(config.cluster == 1):
+        exact = above + inside > Int32(config.held_groups)
+    if exact:
+        for step in cutlass.range_constexpr(held):
+            if has_round(step, first, count, rounds, thread):
+                steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane, bits)
+        for step in cutlass.range(held, rounds, unroll=1):
+            more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
+            steps.count_low(low_bins, more, digit, lane, bits)
+        low, need, _slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 0)
+        threshold = (digit << Uint32(16 - bits)) | low
     steps.mark(base, thread, 4, config)
-    threshold = (digit << Uint32(5)) | low
     g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
     g_before, e_before, g_held, e_held = steps.lane_offsets(g, e)
     g_more = Int32(0)

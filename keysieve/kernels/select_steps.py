@@ -16,7 +16,7 @@ from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this many: at most 4096 are taken
-EQUAL_SHIFT = 12  # a warp's counts in one word: keys above (at most 4095) below this bit, equal keys from it on
+EQUAL_SHIFT = 13  # a warp's counts in one word: keys above (at most 4096) below this bit, equal keys from it on
 
 
 def mark(base: Uint32, thread: Int32, slot: int, config: SelectConfig) -> None:
@@ -52,22 +52,23 @@ def await_cluster(active: Int32) -> None:
         cute.arch.cluster_wait()
 
 
-def count_high(base: Uint32, words: Any) -> None:
-    """Count eight keys by their upper 11 bits. base: aligned to the histogram's 8192 bytes."""
+def count_high(base: Uint32, words: Any, bits: int) -> None:
+    """Count eight keys by their upper `bits` bits. base: aligned to the histogram's 4 << bits bytes."""
+    mask = ((1 << bits) - 1) << 2
     for word in words:
-        ptx.red_shared(((word >> Uint32(3)) & Uint32(0x1FFC)) | base, Uint32(1), "add")
-        ptx.red_shared(((word >> Uint32(19)) & Uint32(0x1FFC)) | base, Uint32(1), "add")
+        ptx.red_shared(((word >> Uint32(14 - bits)) & Uint32(mask)) | base, Uint32(1), "add")
+        ptx.red_shared(((word >> Uint32(30 - bits)) & Uint32(mask)) | base, Uint32(1), "add")
 
 
-def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32) -> None:
-    """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`.
+def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32, bits: int) -> None:
+    """Count, by their other bits, those of eight keys whose upper `bits` bits are `digit`. bits: 11 or 12.
 
-    Keys of other digits are counted too, in 32 bins behind that nobody reads: no branch, and a bin for each lane.
+    Keys of other digits are counted too, in bins behind that nobody reads: no branch, and mostly a bin for each lane.
     """
-    pattern = (digit << Uint32(5)) | (digit << Uint32(21))
-    spare = Uint32(lane) + Uint32(32)
+    pattern = (digit << Uint32(16 - bits)) | (digit << Uint32(32 - bits))
+    spare = Uint32(lane) + Uint32(1 << (16 - bits))
     for word in words:
-        rest = word ^ pattern  # a half below 32 is a hit, and its own lower bits
+        rest = word ^ pattern  # a half below 2 ** (16 - bits) is a hit, and its own lower bits
         for half in (rest & Uint32(0xFFFF), rest >> Uint32(16)):
             ptx.red_shared(base + packed.min_u32(half, spare) * Uint32(4), Uint32(1), "add")
 
@@ -91,19 +92,30 @@ def find_high(
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """After all keys were counted by their upper bits: (digit of the `want`-th key, keys above it in the row, keys
-    above it in this block, which are counted for a shared row only). The same in all threads."""
+    """After all keys were counted by their upper bits: (digit of the `want`-th key; keys above its bin in the row; keys
+    above it in this block, for a shared row only; keys in the bin, for an unshared row only). The same in all
+    threads."""
     digit = Uint32(0)
     above = Int32(0)
     my_above = Int32(0)
+    inside = Int32(0)
     if cutlass.const_expr(config.cluster == 1):
-        digit, above = find_high_alone(base, want, thread, config, stage)
+        digit, above, inside = find_high_alone(base, want, thread, config, stage)
     else:
         if active > Int32(1):
             digit, above, my_above = find_high_shared(base, want, thread, rank, config, stage)
         else:
-            digit, above = find_high_alone(base, want, thread, config, stage)
-    return digit, above, my_above
+            digit, above, inside = find_high_alone(base, want, thread, config, stage)
+    return digit, above, my_above, inside
+
+
+def _bins(place: Uint32, count: int) -> list[Int32]:
+    """`count` (2, or a multiple of 4) neighbouring counters from shared memory, the last one first."""
+    if count == 2:
+        loaded = list(packed.load_shared_v2(place))
+    else:
+        loaded = [word for index in range(count // 4) for word in ptx.load_shared_v4(place + Uint32(16 * index))]
+    return [Int32(word) for word in reversed(loaded)]
 
 
 @cute.jit
@@ -118,12 +130,12 @@ def find_high_alone(
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
-    each = 2048 // config.threads
+    bits = config.high_bits(stage)
+    each = (1 << bits) // config.threads
     sums = base + Uint32(shared.chunks[stage])
     cute.arch.sync_threads()
-    place = base + Uint32(shared.high[stage] + 8192 - 4 * each) - Uint32(thread) * Uint32(4 * each)
-    loaded = ptx.load_shared_v4(place) if each == 4 else packed.load_shared_v2(place)
-    bins = [Int32(loaded[each - 1 - index]) for index in range(each)]  # highest first
+    place = base + Uint32(shared.high[stage] + (4 << bits) - 4 * each) - Uint32(thread) * Uint32(4 * each)
+    bins = _bins(place, each)
     mine = bins[0]
     for index in cutlass.range_constexpr(1, each):
         mine = mine + bins[index]
@@ -137,18 +149,20 @@ def find_high_alone(
     before = scan.warp_sum(before) + upto - mine
     found = base + Uint32(shared.found[stage])
     if before < want and before + mine >= want:
-        digit = Int32(2047) - thread * Int32(each)
-        reach = before
+        digit = Int32((1 << bits) - 1) - thread * Int32(each)
+        reach = before + bins[0]
         above = before
-        for index in cutlass.range_constexpr(each - 1):
+        inside = bins[0]
+        for index in cutlass.range_constexpr(1, each):
+            if reach < want:
+                digit = digit - Int32(1)
+                above = reach
+                inside = bins[index]
             reach = reach + bins[index]
-            passed = Int32(reach < want)
-            digit = digit - passed
-            above = above + bins[index] * passed
-        ptx.store_shared(found, Uint32(digit | (above << Int32(11))))
+        packed.store_shared_v2(found, Uint32(digit | (above << Int32(bits))), Uint32(inside))
     cute.arch.sync_threads()
-    word = ptx.load_shared(found)
-    return word & Uint32(2047), Int32(word >> Uint32(11))
+    word, inside_word = packed.load_shared_v2(found)
+    return word & Uint32((1 << bits) - 1), Int32(word >> Uint32(bits)), Int32(inside_word)
 
 
 @cute.jit
@@ -221,7 +235,7 @@ def find_low(
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """After the keys in the threshold bin were counted: (lower 5 bits of the threshold, equal keys this block takes at
+    """After the keys in the threshold bin were counted: (lower bits of the threshold, equal keys this block takes at
     most, selected keys in the blocks before this one). The same in all threads. Begins with a block barrier."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
@@ -229,6 +243,7 @@ def find_low(
     behind = (Uint32(31) - Uint32(lane)) * Uint32(4)
     cute.arch.sync_threads()
     total = Int32(ptx.load_shared(histogram + behind))
+    total = total * Int32(lane >= Int32(32 - (1 << (16 - config.high_bits(stage)))))  # the other bins are spare
     earlier = Int32(0)
     earlier_above = Int32(0)
     if cutlass.const_expr(config.cluster > 1):

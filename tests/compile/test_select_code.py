@@ -21,7 +21,8 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
     for config in kernel.admitted("sm_90a"):
         places = SharedMap.of(config)
         assert config.shared_bytes <= MAX_BLOCK_SHARED
-        assert places.high[0] % 8192 == places.high[1] % 8192 == 0, "bins are addressed by bin * 4 | base"
+        assert config.alignment % (4 << config.high_bits(0)) == 0, "bins are addressed by bin * 4 | base"
+        assert places.high[0] % (4 << config.high_bits(0)) == places.high[1] % (4 << config.high_bits(1)) == 0
         assert places.cleared == places.low[1] + 256
         assert places.cleared % 16 == places.arrivals % 8 == places.scratch % 16 == places.edges % 16 == 0
         offsets = [
@@ -30,7 +31,8 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
             places.total,
         ]  # fmt: skip
         assert offsets == sorted(offsets)
-        assert places.picks - places.groups == places.table - places.picks == 4 * config.k_class
+        assert places.picks - places.groups == 4 * config.held_groups
+        assert places.table - places.picks == 4 * config.k_class
         assert config.held_groups >= config.k_class, "the second level must hold the keys of K groups"
 
 
