@@ -154,7 +154,7 @@ def _plan_compact(problem: Problem) -> Plan:
     elements = -(-elements // TILE) * TILE
     tops = elements // GROUP
     lens = 4 * problem.max_rows
-    parts = (("logits", 2 * elements), ("tops", 2 * tops), ("starts", lens + 4), ("lengths", lens), ("flags", 256))
+    parts = (("logits", 2 * elements), ("tops", 2 * tops), ("starts", lens + 4), ("lengths", 3 * lens), ("flags", 256))
     return Plan(problem, "compact", elements, tops, 0, 0, 0, parts)
 
 

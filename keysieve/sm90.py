@@ -17,7 +17,7 @@ from keysieve.kernels.flags import FLAG_BAD_OWNER
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
-from keysieve.sm90_step import DeviceFlags, Sm90Runner, limit_requests
+from keysieve.sm90_step import DeviceFlags, Sm90Runner, limit_requests, narrow
 from keysieve.spec import IndexerSpec, pitch_of
 
 _WEIGHTS: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -78,8 +78,10 @@ class Sm90Backend:
             if capturing():
                 remedy = "Pass max_len, the width of the result in keys."
                 refuse("max_len", got=None, accepted="an int while a CUDA graph is captured", remedy=remedy)
-            lengths = step.seq_lens.clamp(0, step.table_keys).to(torch.int32)
-            max_len = int(lengths.max().item()) if step.rows else 0
+            usable = torch.where(
+                step.seq_lens > step.table_keys, 0, step.seq_lens
+            )  # as the cpu backend: longest usable
+            max_len = max(int(usable.max().item()), 0) if step.rows else 0
         if step.rows == 0 or max_len == 0:
             return out if out is not None else step.weights.new_empty((step.rows, max_len), dtype=torch.bfloat16)
         pitched = torch.full((step.rows, pitch_of(max_len)), -torch.inf, dtype=torch.bfloat16, device=device)
@@ -93,16 +95,18 @@ class Sm90Backend:
         rows, width = call.logits.shape
         device = call.logits.device
         chosen = torch.empty(rows, call.k, dtype=torch.int32, device=device) if out is None else out
-        number = torch.empty(rows, dtype=torch.int32, device=device) if counts is None else counts
+        # The kernel writes counts side by side; a caller's with gaps get a copy.
+        given = counts is not None and counts.is_contiguous()
+        number = counts if counts is not None and given else torch.empty(rows, dtype=torch.int32, device=device)
         if rows == 0:
-            return chosen, number
+            return chosen, number if counts is None else counts
         flags = self.flags(device).word
-        lengths, table = call.lengths.to(torch.int32), call.place.kv_table
-        owner = None if call.owner is None else call.owner.to(torch.int32).contiguous()
+        lengths, owner, table = narrow(call.lengths), call.owner, call.place.kv_table
         if owner is not None and table is not None:
             bad = (owner < 0) | (owner >= table.shape[0])
             flags[:1].bitwise_or_((bad & (lengths > 0)).any().to(torch.int32) << FLAG_BAD_OWNER)
             lengths, owner = torch.where(bad, 0, lengths), owner.clamp(0, max(table.shape[0] - 1, 0))
+        owner = None if owner is None else owner.to(torch.int32).contiguous()
         size = select_host.topk_workspace_bytes(rows, width, call.k, self.sms(device))
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         self._selector(device, call.k, rows, width).topk(
@@ -118,7 +122,7 @@ class Sm90Backend:
             row_request=owner,
             flags=flags,
         )
-        return chosen, number
+        return chosen, number if counts is None or given else counts.copy_(number)
 
     def runner(self, plan: Plan, device: torch.device) -> Sm90Runner:
         """Allocate the workspace of ``plan`` and load its kernels."""
@@ -188,7 +192,7 @@ def _score_into(backend: Sm90Backend, step: Step, pitched: torch.Tensor, max_len
         step.codes.contiguous(),
         step.cache.data,
         step.weights.contiguous(),
-        step.seq_lens.to(torch.int32).contiguous(),
+        narrow(step.seq_lens).contiguous(),
         step.index_table,
         max_context=max_len,
         logits=pitched,

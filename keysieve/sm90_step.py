@@ -27,6 +27,9 @@ LEGACY_STREAM: Final = 0
 """The default stream's handle. It cannot be captured, and during some captures it is an error to ask whether it is."""
 
 
+MOST_INT32: Final = 2**31 - 1
+
+
 class DeviceFlags:
     """One int32 flag word on a device that kernels raise bits of and ``take`` reports. See ``kernels/flags.py``."""
 
@@ -40,6 +43,11 @@ class DeviceFlags:
         if word:
             self.word.zero_()
         return describe_flags(word)
+
+
+def narrow(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths as int32, none of them taken for a shorter one: what does not fit stays beyond every limit."""
+    return lengths if lengths.dtype == torch.int32 else lengths.clamp(-1, MOST_INT32).to(torch.int32)
 
 
 def limit_requests(step: Step) -> None:
@@ -71,6 +79,7 @@ class Sm90Runner:
             self._tops = torch.empty(plan.tops_elements, dtype=torch.int16, device=device)
             self._starts = torch.zeros(problem.max_rows + 1, dtype=torch.int32, device=device)
             self._lens = torch.zeros(problem.max_rows, dtype=torch.int32, device=device)
+            self._wide = torch.zeros(problem.max_rows, dtype=torch.int64, device=device)
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
         self.index = device.index or 0
@@ -99,10 +108,17 @@ class Sm90Runner:
         lens = step.seq_lens
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
         calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-        relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._lens if copied else None)
+        relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._take_lengths if copied else None)
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
+
+    def _take_lengths(self, seq_lens: torch.Tensor) -> None:
+        """Bring lengths that are 64-bit or have gaps into the workspace; see :func:`narrow`. Nothing is allocated."""
+        rows, shape = seq_lens.numel(), seq_lens.shape
+        if seq_lens.dtype == torch.int64:
+            seq_lens = torch.clamp(seq_lens, -1, MOST_INT32, out=self._wide[:rows].view(shape))
+        self._lens[:rows].view(shape).copy_(seq_lens)
 
     def _written_down(self, step: Step, place: Placement, out: Selection, lens: torch.Tensor) -> Calls:
         """The two launches as integers; refuses what the kernels cannot take."""
@@ -194,16 +210,21 @@ class Sm90Relaunch:
     Args:
         runner: whose workspace is used.
         launches: score and select.
-        lens: int32 ``[max_rows]``, where lengths that the kernels cannot read as they are are converted to; or None.
+        take_lengths: brings lengths that the kernels cannot read as they are into the workspace; or None.
     """
 
-    __slots__ = ("_launches", "_lens", "current_device", "direct", "index", "raw_stream", "turns")
+    __slots__ = ("_launches", "_take_lengths", "current_device", "direct", "index", "raw_stream", "turns")
 
     alignment = 16  # of the copy engine
 
-    def __init__(self, runner: Sm90Runner, launches: Callable[..., None], lens: torch.Tensor | None) -> None:
-        self.turns, self._launches, self._lens, self.index = runner, launches, lens, runner.index
-        self.direct = None if lens is not None else launches
+    def __init__(
+        self,
+        runner: Sm90Runner,
+        launches: Callable[..., None],
+        take_lengths: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self.turns, self._launches, self._take_lengths, self.index = runner, launches, take_lengths, runner.index
+        self.direct = None if take_lengths is not None else launches
         # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
         self.raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
@@ -229,8 +250,8 @@ class Sm90Relaunch:
         stream = self.raw_stream(self.index)
         if stream != self.turns.stream:
             self.turns.take_turns(stream)
-        if self._lens is not None:
-            self._lens[: seq_lens.numel()].view(seq_lens.shape).copy_(seq_lens)
+        if self._take_lengths is not None:
+            self._take_lengths(seq_lens)
         self._launches(*addresses, stream)
 
 

@@ -58,6 +58,9 @@ class Launch:
         assert self._device.index == 0, "launched while another device was current"
         self._device.launched.append((self.label, tuple(int(a) for a in args)))
 
+    def __call__(self, *args: int) -> None:
+        self.function(*args, self._device.stream)
+
 
 class Entered:
     """In place of the context manager torch.cuda.device."""

@@ -9,7 +9,8 @@ import torch
 from faked_gpu import CPU, SPEC, Device, Launch, arguments, build, call, moved
 
 import keysieve as ks
-from keysieve import IndexerSpec, sm90
+from keysieve import IndexerSpec, sm90, sm90_step
+from keysieve.reference.topk import check_topk
 
 
 @pytest.fixture
@@ -172,6 +173,58 @@ def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monk
     assert "16-byte aligned" in reason
     monkeypatch.setattr(sm90, "unlaunchable", lambda _: "the toolchain is missing")
     assert backend.reason_against(SPEC, 1, CPU, None) == "the toolchain is missing"
+
+
+WIDE = torch.tensor([2**32 + 5, 2**31, -(2**40), 7, 2**63 - 1, 0])
+NARROW = [2**31 - 1, 2**31 - 1, -1, 7, 2**31 - 1, 0]
+
+
+@pytest.mark.usefixtures("device")
+def test_long_64_bit_lengths_are_not_taken_for_short_ones() -> None:
+    """2**32 + 5 is beyond every limit, so the kernels empty the row and flag it; cut to 32 bits it would be 5."""
+    assert sm90_step.narrow(WIDE).tolist() == NARROW
+    short = torch.ones(3, dtype=torch.int32)
+    assert sm90_step.narrow(short) is short
+    indexer = build()
+    runner: Any = indexer._runner
+    strided = torch.stack([WIDE, WIDE * 0], 1)[:, 0]
+    for lens in (WIDE, strided, WIDE.view(3, 2), strided.view(3, 2)):
+        runner._lens.fill_(-7)
+        given = arguments(6) | {"seq_lens": lens}
+        for _ in range(2):  # checked, then known
+            call(indexer, given)
+            assert runner._lens.tolist() == [*NARROW, -7, -7]
+            runner._lens.fill_(-7)
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_public_topk_writes_counts_with_gaps_through_a_copy(
+    device: Device, gap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel writes counts side by side: in a caller's strided ones it would overwrite what lies between."""
+    backend = device.install(monkeypatch)
+    logits, lengths = torch.zeros(4, 64, dtype=torch.bfloat16), torch.full((4,), 64, dtype=torch.int32)
+    buffer = torch.full((4, 2), -9, dtype=torch.int32)
+    counts = buffer[:, 0] if gap else torch.full((4,), -9, dtype=torch.int32)
+    _, number = backend.topk(check_topk(logits, lengths, 8, None, None, None, None), None, counts)
+    assert number is counts
+    (_, args), *more = device.launched
+    assert not more
+    assert (counts.data_ptr() in args) == (not gap)
+    assert bool((buffer[:, 1] == -9).all())
+
+
+def test_public_topk_judges_64_bit_owners_before_it_narrows_them(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request 2**32 is no request: its row is flagged, not served from request 0's table."""
+    backend = device.install(monkeypatch)
+    logits, lengths = torch.zeros(2, 64, dtype=torch.bfloat16), torch.full((2,), 64, dtype=torch.int32)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    for owner, flagged in ((1, False), (2**32, True), (-(2**32), True)):
+        owners = torch.tensor([0, owner])
+        backend.topk(check_topk(logits, lengths, 8, table, 64, 64, owners), None, None)
+        assert bool(backend.flags(CPU).take()) == flagged
 
 
 def test_no_rows_launch_nothing(device: Device) -> None:

@@ -264,3 +264,30 @@ def test_tensors_on_the_last_device(device: torch.device) -> None:
     assert torch.equal(want.counts.cpu(), counts)
     assert torch.cuda.current_device() == device.index
     indexer.check()
+
+
+def test_64_bit_lengths_do_not_wrap(device: torch.device) -> None:
+    """2**32 + 5 keys are beyond every limit: an empty row and a report, in steps (twice: checked, known) and in topk."""
+    x = Inputs(device, CASE, seed=15)
+    indexer = built(x, device)
+    want = indexer(*x.arguments()).rows
+    lens = x.lens.to(torch.int64)
+    lens[1] = 2**32 + 5
+    for _ in range(2):
+        out = indexer(x.query, x.cache, x.weights, lens, x.table)
+        assert int(out.counts[1]) == 0
+        assert torch.equal(out.rows[2:], want[2:])
+        assert "seq_lens" in raised(ks.DeviceFault, indexer.check)
+    logits = torch.zeros(2, 64, dtype=torch.bfloat16, device=device)
+    _, counts = ks.topk(logits, torch.tensor([2**32 + 5, 9], device=device), 4)
+    assert counts.tolist() == [0, 4]
+    raised(ks.DeviceFault, indexer.check)
+
+
+def test_public_topk_fills_counts_with_gaps(device: torch.device) -> None:
+    buffer = torch.full((8, 2), -9, dtype=torch.int32, device=device)
+    logits = torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
+    lengths = torch.arange(8, dtype=torch.int32, device=device)
+    ks.topk(logits, lengths, 5, counts=buffer[:, 0])
+    assert buffer[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
+    assert buffer[:, 1].tolist() == [-9] * 8
