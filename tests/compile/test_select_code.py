@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,26 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
     assert facts.count(r"fence\.acq_rel|membar") == 0, (
         "a cluster barrier with fences costs a trip to L2 in every thread"
     )
+
+
+@pytest.mark.parametrize("kernel", [SELECT, TOPK], ids=lambda kernel: kernel.name)
+def test_no_block_leaves_before_others_have_read_from_it(kernel: Kernel) -> None:
+    """A block reads counters in its neighbours' shared memory. Each read is followed by a block barrier, then by this
+    block's next sends, and every block waits for those sends before it goes on, and so before it ends."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+    ptx = build(kernel, SelectConfig(2048, 4, 512, maxima=kernel is SELECT), "sm_90a").ptx
+    marks = {r"ld\.shared::cluster": "read", r"bar(rier)?\.sync": "barrier", r"st\.async": "send", r"try_wait": "wait"}
+    pattern = re.compile("|".join(f"(?P<{name}>{text})" for text, name in marks.items()))
+    order = [match.lastgroup for match in pattern.finditer(ptx)]
+    order = [name for index, name in enumerate(order) if name != "barrier" or order[index - 1] != "barrier"]
+    reads = [index for index, name in enumerate(order) if name == "read"]
+    assert len(reads) == 2, "one in each stage"
+    for read in reads:
+        after = [name for name in order[read + 1 :] if name in ("barrier", "send", "wait", "read")]
+        assert after[0] == "barrier"
+        assert "send" in after
+        assert after.index("send") < after.index("wait"), "what the others wait for is sent after the read"
+        assert "read" not in after[: after.index("wait")]
 
 
 def test_two_small_blocks_fit_an_sm() -> None:

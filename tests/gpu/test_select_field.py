@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from harness import cases
+from harness import cases, poison
 from select_cases import oracle_positions, values
-from test_select import K, Outputs, run_select, run_topk, selector
+from test_select import K, Outputs, run_select, run_topk, selector, sms_for
 
 from keysieve.kernels.select_config import CLUSTERS
+from keysieve.kernels.select_host import topk_workspace_bytes
 
 
 def bits(pattern: torch.Tensor) -> torch.Tensor:
@@ -22,7 +23,8 @@ def check(device: torch.device, x: torch.Tensor, k: int, clusters: tuple[int, ..
     done = []
     for cluster in clusters:
         out = Outputs(rows, k, device)
-        selector(device, k, rows, length, cluster, False).topk(x, lens, **out.given)
+        room = poison((topk_workspace_bytes(rows, length, k, sms_for(rows, cluster)),), torch.uint8, device)
+        selector(device, k, rows, length, cluster, False).topk(x, lens, workspace=room, **out.given)
         out.check(list(x), [length] * rows, None)
         done.append(out)
     return done
