@@ -258,6 +258,7 @@ def finish_product(
     lengths = shared.lengths + Uint32(query_stage) * Uint32(32)
     for at in cutlass.range_constexpr(0, rows, each):
         count = min(each, rows - at)
+        cute.arch.sync_warp()  # the stores before may have parted the lanes; the load is the whole warp's
         values = tcgen05.load(lanes + sum_column(config, kernel.tensor, Uint32(slot), at), count * heads)
         if cutlass.const_expr(at + count == rows):  # the accumulator is free as soon as it is in registers
             tcgen05.fence_before()

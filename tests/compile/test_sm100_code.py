@@ -198,5 +198,14 @@ def test_machine_code(config: ScoreConfig, arch: str, tmp_path: Path) -> None:
     assert not [op for op in opcodes if op.startswith(("LDL", "STL"))]
 
 
+@CASES
+def test_tensor_copies_swizzle_as_the_operands_are_read(config: ScoreConfig, arch: str) -> None:
+    """The tensor maps' swizzle is the operand rows' width. The host builds a map from constants; the field was found by
+    comparing maps of known layouts (3 is 128 bytes: the Hopper scorer ran with it; 2 is 64 bytes)."""
+    numbers = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", compiled(config, arch).host_ir)}
+    fields = {n >> 13 & 3 for n in numbers if n & ~(3 << 13) == 0x40022}
+    assert fields == {3 if config.format.is_fp8 else 2}
+
+
 def test_padded_is_what_the_unit_counts() -> None:
     assert [padded(n) for n in (8, 16, 24, 56, 256)] == [16, 16, 32, 64, 256]

@@ -20,7 +20,7 @@ from sm100_unit import Unit
 
 import keysieve
 from keysieve.kernels import sm100_score_config, sm100_score_words
-from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
+from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE, key16
 
 KERNELS = Path(keysieve.__file__).parent / "kernels"
 SHARED_FUNCTIONS = ("release", "row_places", "key_scale", "leads", "logit_word", "store_rows")
@@ -116,10 +116,39 @@ class Ptx:
 
     def store_u16(self, at: int, value: int) -> None:
         assert at not in self.unit.memory, "a logit is stored once"
-        self.unit.memory[at], self.unit.memory[at + 1] = value & 0xFF, value >> 8 & 0xFF
+        self.unit.memory.update({at: value & 0xFF, at + 1: value >> 8 & 0xFF})
+
+    @staticmethod
+    def max_u16x2(a: int, b: int) -> int:
+        low, high = (max(x, y) for x, y in zip(halves(a), halves(b), strict=True))
+        return low | high << 16
 
     smem_addr = staticmethod(lambda barriers: barriers)
     fence_async_shared = staticmethod(lambda: None)
+
+
+def key16x2(word: int) -> int:
+    """The contract's image of both halves."""
+    low, high = (key16(half) for half in halves(word))
+    return low | high << 16
+
+
+class Warp:
+    """32 lanes that are threads: they meet, and exchange a word."""
+
+    def __init__(self, timeout: float) -> None:
+        self._barrier = threading.Barrier(32, timeout=timeout)
+        self._words: list[Any] = [None] * 32
+
+    def meet(self) -> None:
+        self._barrier.wait()
+
+    def exchange(self, lane: int, value: Any, distance: int) -> Any:
+        self._words[lane] = value
+        self.meet()
+        other = self._words[lane ^ distance]
+        self.meet()
+        return other
 
 
 class Lanes(threading.local):
@@ -130,6 +159,7 @@ class Lanes(threading.local):
 
     def __init__(self) -> None:
         self.meet: Any = lambda: None
+        self.exchange: Any = None
 
 
 class Tcgen05:
@@ -187,6 +217,7 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         elect_one=contextlib.nullcontext,
         sync_warp=lambda: here.meet(),
         mbarrier_arrive=arrive,
+        shuffle_sync_bfly=lambda value, distance: here.exchange(here.lane, value, distance),
     )
     names = {name: getattr(sm100_score_config, name) for name in vars(sm100_score_config) if not name.startswith("__")}
     return {
@@ -210,7 +241,8 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         "tcgen05": Tcgen05(unit, here),
         "words": sm100_score_words,
         "scale_offset": sm100_score_words.scale_offset,
-        "keys": SimpleNamespace(key16x2=lambda word: word),
+        "keys": SimpleNamespace(key16x2=key16x2),
+        "LOG2_GROUP": GROUP.bit_length() - 1,
     }
 
 

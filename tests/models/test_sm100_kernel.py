@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import sm100_unit
 import torch
-from sm100_source import KERNELS, Lanes, bf16, device_code, f32
+from sm100_source import KERNELS, Lanes, Warp, bf16, device_code, f32
 from sm100_unit import DEADLINE, E2M1, Barrier, Barriers, Unit, e4m3
 
 import keysieve as ks
@@ -33,9 +33,9 @@ from keysieve.kernels.sm100_score_config import (
     smem_map,
     tensor_map,
 )
-from keysieve.spec import PAGE, TILE
+from keysieve.spec import PAGE, TILE, key16
 
-WORDS_AT, WEIGHTS_AT, LOGITS_AT, PITCH = 1 << 20, 2 << 20, 1 << 24, 1 << 16
+WORDS_AT, WEIGHTS_AT, LOGITS_AT, TOPS_AT, PITCH = 1 << 20, 2 << 20, 1 << 24, 1 << 28, 1 << 16
 
 
 @dataclass
@@ -172,19 +172,36 @@ class Device:
         self.here.lane, self.here.meet = lane, meet
         self.code["arrange_key_scales"](self.kernel, self.shared, 0, sum(self.case.tiles))
 
-    def finish(self, warp: int, lane: int) -> None:
+    def finish(self, warp: int, lane: int, together: Warp | None = None) -> None:
         self.here.warp, self.here.lane = warp, lane
-        targets = SimpleNamespace(logits=LOGITS_AT, tops=0, pitch=PITCH)
+        if together is not None:
+            self.here.meet, self.here.exchange = together.meet, together.exchange
+        targets = SimpleNamespace(logits=LOGITS_AT, tops=TOPS_AT, pitch=PITCH)
         self.code["finish"](self.kernel, self.shared, targets, 32 * warp + lane, 0, sum(self.case.tiles))
 
     def run(self) -> np.ndarray:
-        """BF16 bits [rows, keys] of the logits; -1 where nothing was stored."""
+        """BF16 bits [rows, keys] of pitched logits; -1 where nothing was stored."""
+        self.run_warps()
+        rows, keys = len(self.case.tiles) * self.case.config.next_n, max(self.case.tiles) * TILE
+        return np.stack([self.stored(LOGITS_AT + 2 * row * PITCH, keys) for row in range(rows)])
+
+    def stored(self, at: int, count: int) -> np.ndarray:
+        """16-bit elements of global memory; -1 where nothing was stored."""
+        memory = self.unit.memory
+        places = range(at, at + 2 * count, 2)
+        return np.array([memory[p] | memory[p + 1] << 8 if p in memory else -1 for p in places])
+
+    def run_warps(self) -> None:
         jobs = [self.stream_keys, self.stream_queries, self.multiply]
         if not self.case.config.format.is_fp8:
             meeting = threading.Barrier(32, timeout=DEADLINE)
             jobs += [lambda lane=lane: self.arrange(lane, meeting.wait) for lane in range(32)]
         for warp in range(GROUPS * WARPS):
-            jobs.append(lambda warp=warp: [self.finish(warp, lane) for lane in self.lanes])
+            if self.case.config.layout == "compact":  # the maxima cross lanes
+                together = Warp(DEADLINE)
+                jobs += [lambda w=warp, x=lane, t=together: self.finish(w, x, t) for lane in range(32)]
+            else:
+                jobs.append(lambda warp=warp: [self.finish(warp, lane) for lane in self.lanes])
         failures: list[BaseException] = []
 
         def guarded(job: Any) -> None:
@@ -202,13 +219,6 @@ class Device:
         self.unit.close()
         if self.unit.failures or failures:
             raise (self.unit.failures + failures)[0]
-        out = np.full((len(self.case.tiles) * self.case.config.next_n, max(self.case.tiles) * TILE), -1)
-        for row in range(len(out)):
-            for key in range(out.shape[1]):
-                at = LOGITS_AT + 2 * (row * PITCH + key)
-                if at in self.unit.memory:
-                    out[row, key] = self.unit.memory[at] | self.unit.memory[at + 1] << 8
-        return out
 
 
 EVERY_LANE = (*range(1, 32), 0)
@@ -305,6 +315,27 @@ def test_a_tile_bit_for_bit(config: ScoreConfig) -> None:
     wanted = by_reference(case) if config.numerics == "bf16" else expected(case)
     np.testing.assert_array_equal(got, wanted)
     assert len(np.unique(got)) > 25, "the case says nothing"
+
+
+@pytest.mark.parametrize("key_format", ["fp8_ue8m0", "mxfp4"])
+def test_compact_rows_and_the_maxima_of_eight(key_format: str) -> None:
+    """Two requests, all lanes at once: rows where the layout puts them, and the largest key16 of each 8 keys."""
+    config = ScoreConfig(key_format, "bf16", 8, 3, "compact", "float32")
+    case = make_case(config, (2, 1), seed=3)
+    device = Device(case, shape_of(config), 1, EVERY_LANE)
+    device.run_warps()
+    wanted = by_reference(case)
+    row = 0
+    for request, tiles in enumerate(case.tiles):
+        before = sum(case.tiles[:request])
+        for j in range(config.next_n):
+            element = TILE * (config.next_n * before + j * tiles)
+            keys = tiles * TILE
+            np.testing.assert_array_equal(device.stored(LOGITS_AT + 2 * element, keys), wanted[row, :keys])
+            ranks = np.array([-1 if bits < 0 else key16(int(bits)) for bits in wanted[row, :keys]])
+            tops = device.stored(TOPS_AT + 2 * (element // 8), keys // 8)
+            np.testing.assert_array_equal(tops, ranks.reshape(-1, 8).max(1))
+            row += 1
 
 
 RINGS = [
