@@ -85,16 +85,22 @@ def test_instructions_and_their_balance(config: ScoreConfig, arch: str) -> None:
 
 @CASES
 def test_loads_are_waited_for_where_they_stand(config: ScoreConfig, arch: str) -> None:
-    """Nothing stands between a tensor-memory load and its wait but other loads; all columns are read exactly once."""
+    """The warp has come together right before a tensor-memory load; nothing but other loads stands between a load and
+    its wait; all columns are read exactly once."""
     columns = 0
-    after_load = False
+    after_load = together = False
     for statement in statements(compiled(config, arch).ptx):
         load = re.search(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x(\d+)\.b32", statement)
         if load is not None:
             columns += int(load[1])
+            assert together, "lanes may have parted since the last meeting"
         elif after_load:
             assert statement.startswith("tcgen05.wait::ld.sync.aligned"), statement[:80]
         after_load = load is not None
+        if "bar.warp.sync" in statement:
+            together = True
+        elif re.search(r"\$L\w+:|\bbra\b", statement):
+            together = False
     assert columns == config.columns
 
 
