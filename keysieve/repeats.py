@@ -8,6 +8,7 @@ and the full checks decide, so a call is refused exactly as if it were the first
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import compress
 from typing import Any, Final, Protocol
@@ -45,12 +46,14 @@ class Relaunch(Protocol):
         direct: takes all of :data:`ADDRESSES` and the stream; None if something has to be done before each launch.
         index: the device's.
         turns: who used the workspace last.
+        lock: held while that is looked at and launches are made: threads take turns with the workspace, too.
         current_device, raw_stream: the C functions that say which device is current, and its current stream.
     """
 
     alignment: int
     direct: Callable[..., None] | None
     index: int
+    lock: threading.Lock
     current_device: Callable[[], int]
     raw_stream: Callable[[int], int]
 
@@ -93,7 +96,16 @@ class KnownCall:
 
     __slots__ = (
         *("_absent", "_block_rows", "_counts_bytes", "_current_device", "_device", "_direct", "_given", "_index"),
-        *("_key_format", "_kv_page", "_misaligned", "_positions", "_positions_bytes", "_raw_stream", "_rows_bytes"),
+        *(
+            "_key_format",
+            "_kv_page",
+            "_lock",
+            "_misaligned",
+            "_positions",
+            "_positions_bytes",
+            "_raw_stream",
+            "_rows_bytes",
+        ),
         *("_same", "_shape", "_turns", "relaunch"),
     )
 
@@ -124,6 +136,7 @@ class KnownCall:
             relaunch.index,
             relaunch.turns,
         )
+        self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
 
     def repeat(
@@ -186,11 +199,12 @@ class KnownCall:
                 return None
         table = 0 if kv_table is None else kv_table.data_ptr()
         heads, lens, pages, index = weights.data_ptr(), seq_lens.data_ptr(), index_table.data_ptr(), self._index
-        if self._current_device() == index:
-            stream = self._raw_stream(index)
-            if stream == self._turns.stream and self._direct is not None:
-                self._direct(codes, pool, heads, lens, pages, table, first, number, other, stream)
-                return _selection(Selection, (out, counts, positions))
+        with self._lock:
+            if self._current_device() == index:
+                stream = self._raw_stream(index)
+                if stream == self._turns.stream and self._direct is not None:
+                    self._direct(codes, pool, heads, lens, pages, table, first, number, other, stream)
+                    return _selection(Selection, (out, counts, positions))
         self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other)
         return _selection(Selection, (out, counts, positions))
 

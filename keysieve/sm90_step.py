@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -68,6 +69,7 @@ class Sm90Runner:
     Attributes:
         stream: of the last step, if that was an eager one: a step on it need not take turns.
         index: the device's.
+        lock: threads take turns with the workspace and with what is said about streams.
         path: what a step runs, in words.
     """
 
@@ -98,6 +100,7 @@ class Sm90Runner:
             backend.launcher(device, backend.kernel, backend.score_config(problem.spec, next_n, "compact", "float32"))
         self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
         self._last_eager, self._last_captured = self.stream, NO_STREAM
+        self.lock = threading.Lock()
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
@@ -107,8 +110,9 @@ class Sm90Runner:
                 refuse(name, got=describe(tensor), accepted="a contiguous tensor", remedy="Call .contiguous() on it.")
         lens = step.seq_lens
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
-        calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-        relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._take_lengths if copied else None)
+        with self.lock:
+            calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
+            relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._take_lengths if copied else None)
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
@@ -213,7 +217,7 @@ class Sm90Relaunch:
         take_lengths: brings lengths that the kernels cannot read as they are into the workspace; or None.
     """
 
-    __slots__ = ("_launches", "_take_lengths", "current_device", "direct", "index", "raw_stream", "turns")
+    __slots__ = ("_launches", "_take_lengths", "current_device", "direct", "index", "lock", "raw_stream", "turns")
 
     alignment = 16  # of the copy engine
 
@@ -224,6 +228,7 @@ class Sm90Relaunch:
         take_lengths: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self.turns, self._launches, self._take_lengths, self.index = runner, launches, take_lengths, runner.index
+        self.lock = runner.lock
         self.direct = None if take_lengths is not None else launches
         # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
         self.raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -247,12 +252,13 @@ class Sm90Relaunch:
             with torch.cuda.device(self.index):
                 self.launch(seq_lens, *addresses)
             return
-        stream = self.raw_stream(self.index)
-        if stream != self.turns.stream:
-            self.turns.take_turns(stream)
-        if self._take_lengths is not None:
-            self._take_lengths(seq_lens)
-        self._launches(*addresses, stream)
+        with self.lock:
+            stream = self.raw_stream(self.index)
+            if stream != self.turns.stream:
+                self.turns.take_turns(stream)
+            if self._take_lengths is not None:
+                self._take_lengths(seq_lens)
+            self._launches(*addresses, stream)
 
 
 def _in_capture(stream: torch.cuda.Stream) -> bool:

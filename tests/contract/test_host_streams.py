@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -173,6 +175,31 @@ def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monk
     assert "16-byte aligned" in reason
     monkeypatch.setattr(sm90, "unlaunchable", lambda _: "the toolchain is missing")
     assert backend.reason_against(SPEC, 1, CPU, None) == "the toolchain is missing"
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_two_threads_never_mix_their_launches(device: Device, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score and select of a step stay together, on the checked path and on the known one."""
+
+    def slow(self: Launch, *args: int) -> None:
+        time.sleep(0.002)
+        device.launched.append((self.label, args))
+
+    monkeypatch.setattr(Launch, "function", slow)
+    indexer, given = build(), arguments()
+    for _ in range(times):
+        call(indexer, given)
+    device.launched.clear()
+    steps = [given | {"weights": given["weights"].clone(), "counts": given["counts"].clone()} for _ in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda step: call(indexer, step), steps))
+    pairs = list(zip(device.launched[::2], device.launched[1::2], strict=True))
+    assert len(pairs) == 8
+    found = [
+        [step["weights"].data_ptr() in score and step["counts"].data_ptr() in select for step in steps].index(True)
+        for (_, score), (_, select) in pairs
+    ]
+    assert sorted(found) == list(range(8))
 
 
 WIDE = torch.tensor([2**32 + 5, 2**31, -(2**40), 7, 2**63 - 1, 0])

@@ -267,7 +267,7 @@ def test_tensors_on_the_last_device(device: torch.device) -> None:
 
 
 def test_64_bit_lengths_do_not_wrap(device: torch.device) -> None:
-    """2**32 + 5 keys are beyond every limit: an empty row and a report, in steps (twice: checked, known) and in topk."""
+    """2**32 + 5 keys are beyond every limit: an empty row and a report, in steps (checked, then known) and in topk."""
     x = Inputs(device, CASE, seed=15)
     indexer = built(x, device)
     want = indexer(*x.arguments()).rows
