@@ -42,7 +42,8 @@ def score(
         cache: the IndexCache, of the spec's format.
         weights: float32 or bfloat16 ``[rows, heads]``, with all other factors folded in (:func:`fold_weights`).
         seq_lens: int32 ``[rows]`` or ``[requests, next_n]``: keys that a row sees; 0 or less is an empty row.
-        index_table: int32 ``[requests, columns]``, page ids; columns past the last needed one are not read.
+        index_table: int32 ``[requests, columns]``, page ids; columns past the last needed one are not read. With 2-D
+            lengths it may have one row per query row, of which each request's first is used.
         max_len: width of the result, in keys. Without it the lengths are read (a synchronisation on a GPU, refused
             while a CUDA graph is captured).
         out: a bfloat16 ``[rows, max_len]`` buffer of unit inner stride to write into.
@@ -95,7 +96,8 @@ def topk(
         logits: bfloat16 ``[rows, width]``, any row stride, unit inner stride.
         lengths: int32 ``[rows]``: keys of a row; what lies past it is never read. 0 or less is an empty row.
         k: keys to select, 1..4096.
-        kv_table: int32 ``[requests, blocks]``, any row stride. With it physical rows are returned.
+        kv_table: int32 ``[requests, blocks]``, any row stride. With it physical rows are returned. Block ids are not
+            checked; ``id * block_rows`` has to fit 32 bits.
         kv_page: tokens per block of the attention cache, a power of two; default 64.
         block_rows: rows a block spans in the cache view; default ``kv_page``.
         row_request: int32 ``[rows]``: the KV table row of every row; default ``row // (rows / requests)``.

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from keysieve.cache import require_cache
 from keysieve.checks import KeysieveError, UnsupportedError, message, require_choice, require_int
 from keysieve.inputs import Placement, Selection, Step, check_spec
 from keysieve.plan import Plan
@@ -206,19 +207,26 @@ def supports(
         next_n: query rows per request, 1..8.
         backend: ``"auto"`` (the device decides), ``"cpu"``, ``"sm90"`` or ``"sm100"``.
         device: default ``"cuda"``, or ``"cpu"`` with ``backend="cpu"``.
-        cache: an IndexCache to judge as well (a GPU needs its pages 16-byte aligned).
+        cache: an IndexCache to judge as well: its format and device, and on a GPU that its pages are 16-byte aligned.
     """
     try:
         check_spec(spec)
-        where = as_device(("cpu" if backend == "cpu" else "cuda") if device is None else device)
+        where = as_device(device, backend)
+        if cache is not None:
+            require_cache(spec, cache)
         resolve(spec, next_n=next_n, backend=backend, device=where, cache=cache)
     except KeysieveError as refusal:
         return str(refusal)
     return None
 
 
-def as_device(device: torch.device | str) -> torch.device:
-    """``device`` as a torch.device, with torch's own complaint turned into a refusal."""
+def as_device(device: torch.device | str | None, backend: str = "auto") -> torch.device:
+    """``device`` as a torch.device, with torch's own complaint turned into a refusal.
+
+    None means the CPU for ``backend="cpu"``, else CUDA.
+    """
+    if device is None:
+        device = "cpu" if backend == "cpu" else "cuda"
     try:
         named = torch.device(device)
     except (RuntimeError, TypeError) as error:

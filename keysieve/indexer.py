@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,7 +44,7 @@ def workspace_bytes(
     max_rows: int,
     max_context: int,
     next_n: int | Sequence[int] = 1,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     backend: str = "auto",
     dcp: ContextParallel | None = None,
     max_total_keys: int | None = None,
@@ -54,7 +54,7 @@ def workspace_bytes(
     The buffers are shared by all layers that use the indexer. ``backend`` may name a GPU backend on a machine that
     has no such GPU: planning needs none.
     """
-    where = as_device(device)
+    where = as_device(device, backend)
     name = backend if backend not in ("auto", "cpu") else name_for(backend, where)
     sharding = None
     if dcp is not None:
@@ -84,14 +84,15 @@ def _next_n_counts(next_n: int | Sequence[int]) -> tuple[int, ...]:
 class DecodeIndexer:
     """The whole step: for every query row the exact top-k keys, as physical rows of the attention KV cache.
 
-    One object serves all layers of a model. Its buffers are allocated here, never in a step.
+    One object serves all layers of a model. Its buffers are allocated here, never in a step. Threads that call one
+    object take turns. It cannot be copied or pickled.
 
     Args:
         spec: the model's indexer.
         max_rows: query rows a step may have, padding rows included.
         max_context: the longest length of a row, in keys.
         next_n: query rows per request (1 + speculative tokens): an int, or all that steps may use.
-        device: where the tensors lie.
+        device: where the tensors lie; default ``"cuda"``, or ``"cpu"`` with ``backend="cpu"``.
         backend: ``"auto"`` (the device decides), ``"cpu"``, ``"sm90"`` or ``"sm100"``.
         dcp: ``ks.dcp.Exchange`` or ``ks.dcp.Gather`` for decode context parallelism; None for one GPU or tensor
             parallel.
@@ -112,14 +113,14 @@ class DecodeIndexer:
         max_rows: int,
         max_context: int,
         next_n: int | Sequence[int] = 1,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = None,
         backend: str = "auto",
         dcp: ContextParallel | None = None,
         max_total_keys: int | None = None,
         early_release: bool = False,
     ) -> None:
         self.spec = check_spec(spec)
-        self.device = as_device(device)
+        self.device = as_device(device, backend)
         self.next_n = _next_n_counts(next_n)
         self._backend = resolve(spec, next_n=self.next_n[-1], backend=backend, device=self.device)
         self.dcp = dcp
@@ -165,6 +166,11 @@ class DecodeIndexer:
         """
         self._runner.check()
 
+    def __reduce__(self) -> NoReturn:
+        """Refused: a copy would share, or name in another process, what compiled graphs know this indexer by."""
+        remedy = "Build another DecodeIndexer, in the process that uses it."
+        refuse("indexer", got="a DecodeIndexer to copy or pickle", accepted="nothing of the kind", remedy=remedy)
+
     def __repr__(self) -> str:
         return f"DecodeIndexer({self.spec}, {self.plan})"
 
@@ -190,11 +196,13 @@ class DecodeIndexer:
             query, cache, weights, seq_lens, index_table: as for :func:`score`. With ``dcp`` the lengths are global;
                 cache and tables are this rank's.
             kv_table: int32 ``[requests, blocks]`` (or one row per query row), any row stride: block ids of the
-                attention cache. Without it the output rows are key positions (with ``dcp``: local indices).
+                attention cache. Without it the output rows are key positions (with ``dcp``: local indices). The ids
+                are the caller's: they are not checked, and ``id * block_rows`` has to fit 32 bits.
             kv_page: tokens per block, a power of two; default the spec's page.
             block_rows: rows a block spans in the cache view; default ``kv_page``.
             positions: True for the key positions as well, or an int32 ``[rows, topk]`` buffer for them.
-            out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart.
+            out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart. Output buffers must
+                lie apart from each other (checked) and from the inputs (not checked).
             counts: int32 ``[rows]`` buffer.
             site: the layer or call site, for the signature that context-parallel ranks compare.
 

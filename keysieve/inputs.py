@@ -136,7 +136,8 @@ def check_shape(rows: int, seq_lens: Any, index_table: Any, device: torch.device
     """Lengths as ``[rows]`` and ``next_n``, from 1-D lengths per row or 2-D lengths ``[requests, next_n]``.
 
     With 1-D lengths ``next_n = rows // requests``, where ``requests`` is the index table's first dimension; with 2-D
-    lengths it is their second dimension, and the table may then have one row per request or one per query row.
+    lengths it is their second dimension, and the table may then have one row per request or one per query row, of which
+    each request's first is used.
     """
     table = require_tensor(
         "index_table", index_table, dtypes=(torch.int32,), shape=(None, None), device=device, unit_inner=True
@@ -146,7 +147,7 @@ def check_shape(rows: int, seq_lens: Any, index_table: Any, device: torch.device
     lens = require_tensor("seq_lens", seq_lens, dtypes=(torch.int32, torch.int64), shape=shape, device=device)
     if dims == 2:
         requests, next_n = lens.shape
-        if requests * next_n != rows and not (rows == 0 and requests == 0):
+        if requests * next_n != rows or (rows == 0 and requests > 0):
             refuse(
                 "seq_lens",
                 got=f"{list(lens.shape)} for {rows} query rows",
@@ -228,6 +229,8 @@ def check_output(
 ) -> torch.Tensor:
     """A caller's output buffer: unit inner stride, any row stride that keeps rows apart."""
     out = require_tensor(argument, buffer, dtypes=(dtype,), shape=shape, device=device, unit_inner=len(shape) > 1)
+    if out.requires_grad:
+        refuse(argument, got="a tensor that requires grad", accepted="a plain buffer", remedy="Pass it detached.")
     width = shape[1] if len(shape) > 1 else 1
     if out.shape[0] > 1 and out.stride(0) < width:
         refuse(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from keysieve.checks import DeviceFault, refuse
@@ -24,12 +26,12 @@ class CpuRunner:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self._turn = threading.Lock()  # torch lets other threads run, and all calls use one buffer
         self.faults = Faults()
         self._numerics = plan.problem.spec.numerics_on("cpu")
         with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             self._logits = _logits_buffer(plan.logits_elements)
 
-    @torch.no_grad()
     def run(self, step: Step, place: Placement, out: Selection) -> None:
         """One step without context parallelism: fill ``out`` (every entry of it).
 
@@ -38,6 +40,10 @@ class CpuRunner:
         Raises:
             KeysieveError: the step needs more than ``max_total_keys``; nothing was written.
         """
+        with self._turn, torch.no_grad():
+            self._run(step, place, out)
+
+    def _run(self, step: Step, place: Placement, out: Selection) -> None:
         limits = [(self.plan.problem.max_context, "max_context"), (step.table_keys, "the index table")]
         if place.table_keys is not None:
             limits.append((place.table_keys, "the KV block table"))
