@@ -139,9 +139,15 @@ CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7), (64, 
 """(heads, next_n) whose consumers would spill within the registers that three warpgroups leave them."""
 
 
+CROWDED = frozenset({(8, 8), (16, 4)})
+"""(heads, next_n) of up to 64 columns whose many rows would spill within the registers that four warpgroups leave."""
+
+
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
-    if config.columns <= 64:
+    if (config.heads, config.next_n) in CROWDED:
+        shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
+    elif config.columns <= 64:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
     elif (config.heads, config.next_n) in CRAMPED:
         shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), turns=WIDE_TURNS)
