@@ -140,7 +140,8 @@ def product_mxf4(
 @dsl_user_op
 def copy_scales(address: Uint32, descriptor: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """512 bytes of shared memory, 32 rows of 128 bits, to 4 columns of tensor memory, repeated in all four groups of 32
-    lanes. In order with this thread's products. One thread."""
+    lanes. Done before this thread's later products, but NOT ordered after its earlier ones: those that read the columns
+    must have been waited for. One thread."""
     asm("tcgen05.cp.cta_group::1.32x128b.warpx4 [$0], $1;", "r,l", (), (address, descriptor), loc=loc, ip=ip)
 
 

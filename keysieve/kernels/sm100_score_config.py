@@ -135,14 +135,15 @@ class SmemMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Columns of tensor memory. Accumulator a begins at `a * pitch`; scale words follow the last one.
+    """Columns of tensor memory. Accumulator a begins at `a * pitch`; from `scales` on, each has (MXFP4) four columns of
+    the keys' scale words and four of the queries'.
 
-    columns: allocated, a power of two.
+    An accumulator's scale words are replaced when it is free, so that no product that reads them is under way: the unit
+    orders a copy before later products of its thread, but not after earlier ones. columns: allocated, a power of two.
     """
 
     pitch: int
-    key_scales: int
-    query_scales: int
+    scales: int
     columns: int
 
 
@@ -168,9 +169,9 @@ def tensor_map(config: ScoreConfig, shape: ScoreShape) -> TensorMap:
     end = shape.accumulators * pitch
     scales = end
     if not config.format.is_fp8:
-        end += SCALE_COLUMNS * (1 + len(chunks))
+        end += shape.accumulators * 2 * SCALE_COLUMNS
     columns = max(32, 1 << (end - 1).bit_length())
-    return TensorMap(pitch, scales, scales + SCALE_COLUMNS, columns)
+    return TensorMap(pitch, scales, columns)
 
 
 def barriers_of(shape: ScoreShape) -> int:
@@ -254,9 +255,14 @@ def sum_column(config: ScoreConfig, tensor: TensorMap, slot: Any, row: int) -> A
     return row * config.heads + slot * tensor.pitch
 
 
-def query_scale_column(tensor: TensorMap, chunk: int) -> int:
-    """Column of the scale words of a chunk's queries."""
-    return tensor.query_scales + SCALE_COLUMNS * chunk
+def key_scale_column(tensor: TensorMap, slot: Any) -> Any:
+    """First column of the keys' scale words of the product in accumulator `slot`."""
+    return tensor.scales + slot * (2 * SCALE_COLUMNS)
+
+
+def query_scale_column(tensor: TensorMap, slot: Any) -> Any:
+    """First column of the queries' scale words of the product in accumulator `slot`."""
+    return tensor.scales + SCALE_COLUMNS + slot * (2 * SCALE_COLUMNS)
 
 
 def shape_of(config: ScoreConfig) -> ScoreShape:

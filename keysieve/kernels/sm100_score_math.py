@@ -31,6 +31,7 @@ from keysieve.kernels.sm100_score_config import (
     K_BYTES,
     SCALE_BYTES,
     WARPS,
+    key_scale_column,
     key_scale_words,
     key_tile,
     padded,
@@ -70,17 +71,14 @@ def multiply(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: In
             held = sequence
             query_stage = held % Int32(shape.query_stages)
             sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
-            if cutlass.const_expr(not kernel.config.format.is_fp8):
-                with cute.arch.elect_one():
-                    copy_query_scales(kernel, shared, tensor, query_stage)
         if cutlass.const_expr(not kernel.config.format.is_fp8):
             sync.wait_barrier(shared.scales_ready + stage, phase)
         for chunk in cutlass.range_constexpr(len(kernel.chunks)):
             sync.wait_barrier(shared.sum_empty + slot, slot_phase)
             tcgen05.fence_after()
             with cute.arch.elect_one():
-                if cutlass.const_expr(chunk == 0 and not kernel.config.format.is_fp8):
-                    copy_key_scales(kernel, shared, tensor, stage)
+                if cutlass.const_expr(not kernel.config.format.is_fp8):
+                    copy_scales(kernel, shared, tensor, chunk, stage, held % Int32(shape.query_stages), slot)
                 issue(kernel, shared, tensor, chunk, stage, held % Int32(shape.query_stages), slot)
                 if cutlass.const_expr(chunk + 1 == len(kernel.chunks)):
                     tcgen05.commit(ptx.smem_addr(shared.key_empty + stage))
@@ -117,24 +115,21 @@ def issue(kernel: Any, shared: Any, tensor: Uint32, chunk: int, stage: Int32, qu
             tcgen05.product_f8(d, a + along, b + along, words.f8_word(n), step > 0)
         else:
             word = words.mxf4_word(n, 2 * step)
-            key_scales = tensor + Uint32(columns.key_scales)
-            query_scales = tensor + Uint32(query_scale_column(columns, chunk))
+            key_scales = tensor + key_scale_column(columns, Uint32(slot))
+            query_scales = tensor + query_scale_column(columns, Uint32(slot))
             tcgen05.product_mxf4(d, a + along, b + along, word, key_scales, query_scales, step > 0)
 
 
-def copy_query_scales(kernel: Any, shared: Any, tensor: Uint32, query_stage: Int32) -> None:
-    """MXFP4: a request's scale words to tensor memory, 128 columns of the product each; in order with the products."""
-    for chunk in range(len(kernel.chunks)):
-        source = shared.origin + query_scale_words(kernel.places, chunk, Uint32(query_stage))
-        target = tensor + Uint32(query_scale_column(kernel.tensor, chunk))
-        tcgen05.copy_scales(target, descriptor(words.scale_descriptor(), source))
-
-
-def copy_key_scales(kernel: Any, shared: Any, tensor: Uint32, stage: Int32) -> None:
-    """MXFP4: a tile's scale words to tensor memory; in order with the products."""
-    source = shared.origin + key_scale_words(kernel.places, Uint32(stage))
-    target = tensor + Uint32(kernel.tensor.key_scales)
-    tcgen05.copy_scales(target, descriptor(words.scale_descriptor(), source))
+def copy_scales(
+    kernel: Any, shared: Any, tensor: Uint32, chunk: int, stage: Int32, query_stage: Int32, slot: Int32
+) -> None:
+    """MXFP4: a product's scale words to tensor memory. The unit keeps a copy in order before later products of its
+    thread; earlier ones that read the same columns are done, since the accumulator was free."""
+    constant = words.scale_descriptor()
+    keys_at = shared.origin + key_scale_words(kernel.places, Uint32(stage))
+    queries_at = shared.origin + query_scale_words(kernel.places, chunk, Uint32(query_stage))
+    tcgen05.copy_scales(tensor + key_scale_column(kernel.tensor, Uint32(slot)), descriptor(constant, keys_at))
+    tcgen05.copy_scales(tensor + query_scale_column(kernel.tensor, Uint32(slot)), descriptor(constant, queries_at))
 
 
 # ------------------------------------------------------------------------------------------------- the epilogue

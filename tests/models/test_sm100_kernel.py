@@ -360,6 +360,8 @@ def test_rings_over_many_laps(config: ScoreConfig, shape: ScoreShape, seed: int)
     np.testing.assert_array_equal(got[:, columns], wanted[:, columns])
     assert (got[:, ~columns] == -1).all()
     assert device.unit.counts["products"] == sum(tiles) * len(device.kernel.chunks) * config.steps
+    copies = 0 if config.format.is_fp8 else 2 * sum(tiles) * len(device.kernel.chunks)
+    assert device.unit.counts["scale copies"] == copies
 
 
 FAULTS = {
