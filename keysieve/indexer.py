@@ -203,7 +203,7 @@ class DecodeIndexer:
             positions: True for the key positions as well, or an int32 ``[rows, topk]`` buffer for them.
             out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart. Output buffers must
                 lie apart from each other (checked) and from the inputs (not checked).
-            counts: int32 ``[rows]`` buffer.
+            counts: int32 ``[rows]`` buffer; on a GPU without gaps.
             site: the layer or call site, for the signature that context-parallel ranks compare.
 
         Returns:
