@@ -5,6 +5,7 @@ By default a set of configurations that covers all pairs of option values; all o
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -19,11 +20,18 @@ EVERYTHING = os.environ.get("KEYSIEVE_COMPILE_ALL") == "1"
 def jobs() -> list[object]:
     found = []
     for kernel in kernels():
-        for arch in kernel.archs:
-            admitted = list(kernel.admitted(arch))
-            for config in admitted if EVERYTHING else pairwise(admitted):
-                found.append(pytest.param(kernel, config, arch, id=f"{kernel.symbol(config)}-{arch}"))
+        pool = [(arch, config) for arch in kernel.archs for config in kernel.admitted(arch)]
+        for arch, config in pool if EVERYTHING else all_pairs(kernel, pool):
+            found.append(pytest.param(kernel, config, arch, id=f"{kernel.symbol(config)}-{arch}"))
     return found
+
+
+def all_pairs(kernel: Kernel, pool: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Some of `pool` that together have every pair of option values, the target being an option as well."""
+    names = ["target", *(f.name for f in dataclasses.fields(kernel.config))]
+    made = dataclasses.make_dataclass("Choice", names, frozen=True)
+    choices = {made(arch, *(v for _, v in kernel.options(config))): (arch, config) for arch, config in pool}
+    return [choices[choice] for choice in pairwise(choices)]
 
 
 @pytest.mark.parametrize(("kernel", "config", "arch"), jobs())
