@@ -293,11 +293,15 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
 
 
 def common(arch: str) -> Iterable[ScoreConfig]:
-    """Those worth compiling ahead: 32 and 64 heads, up to three speculative tokens, folded (float32) weights."""
+    """Those worth compiling ahead: 32 and 64 heads, up to three speculative tokens, folded (float32) weights, and the
+    backend's own numerics."""
     return tuple(
         config
         for config in admitted(arch)
-        if config.heads >= 32 and config.next_n in (1, 2, 4) and config.weights == "float32"
+        if config.heads >= 32
+        and config.next_n in (1, 2, 4)
+        and config.weights == "float32"
+        and config.numerics == "bf16"
     )
 
 
