@@ -34,6 +34,9 @@ from keysieve.reference.merge import merge
 DEFAULT_TIMEOUT: Final = 10.0
 """Seconds that a rank waits for a peer."""
 
+_STOOD_STILL: Final = 0.5
+"""Seconds past its deadline after which a wait shows that this process did not run."""
+
 _MAGIC: Final = 0x6B736976
 _FIELDS: Final = (
     "magic",
@@ -261,10 +264,14 @@ class Gather(ContextParallel):
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 # A wait that times out closes all connections; the peers after it were silent as long.
-                late = time.monotonic() >= deadline
-                silent.setdefault(peer, f"silent for {self.timeout:g} s" if late else _first_line(error))
+                text = _first_line(error)
+                late = time.monotonic() >= deadline and "closed by peer" not in text
+                silent.setdefault(peer, f"silent for {self.timeout:g} s" if late else text)
         if silent:
             who = ", ".join(f"rank {peer} ({silent[peer]})" for peer in sorted(silent))
+            over = time.monotonic() - deadline
+            if over > _STOOD_STILL:
+                when += f"; this rank itself stood still for {over:.1f} s"
             self._broken = message(
                 "dcp",
                 got=f"no answer on rank {self.rank} to call {self.calls} from {who}{when}",

@@ -22,14 +22,18 @@ FP8 = ks.IndexerSpec(heads=8, topk=48)
 WORLD, VICTIM, TIMEOUT = 4, 2, 1.5
 
 
-def _stop(seconds: float) -> None:
-    """Stop this whole process, its transport's threads too; another one wakes it up later."""
+def _stop(seconds: float, after: float = 0.0) -> None:
+    """Stop this whole process, its transport's threads too, now or later; another one does it, and wakes it up."""
     own = os.getpid()
     if os.fork() == 0:
+        if after:
+            time.sleep(after)
+            os.kill(own, signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(own, signal.SIGCONT)
         os._exit(0)
-    os.kill(own, signal.SIGSTOP)
+    if not after:
+        os.kill(own, signal.SIGSTOP)
 
 
 def _stopping(group: Any, phase: str) -> Any:
@@ -83,9 +87,31 @@ def test_a_stopped_rank_is_named_by_all_its_peers(phase: str) -> None:
         assert f"no answer on rank {rank} to call {failed + 1} from " in texts[failed]
         if rank == VICTIM:
             continue
+        assert "this rank itself stood still" not in texts[failed]
         assert f"rank {VICTIM} (silent for 1.5 s)" in texts[failed]
         # Ranks 1 and 3 wait in the second call while rank 0 waits for them in the third.
         if failed == 1:
             others = [r for r in range(WORLD) if r not in (rank, VICTIM) and f"rank {r} (" in texts[failed]]
             assert not others, texts[failed]
         assert max(seconds for _, seconds in result.value) < 2 * TIMEOUT + 1, "two phases, each within the limit"
+
+
+def _stopped_in_a_wait(rank: int, world: int, case: Case) -> str:
+    group = ks.dcp.Gather(interleave=16, timeout=1.0)
+    mine = shard_case(case, world, rank, 16)
+    indexer = indexer_of(mine, group)
+    step(indexer, mine)
+    if rank == 1:
+        _stop(1.8, after=0.2)
+    else:
+        time.sleep(2.6)
+    with pytest.raises(ks.dcp.ExchangeError) as failure:
+        step(indexer, mine)
+    return str(failure.value)
+
+
+def test_a_rank_that_stood_still_in_a_wait_says_so_itself() -> None:
+    """Its own report would otherwise blame a peer for a limit that passed while it did not run."""
+    late, stopped = (r.value for r in run_ranks(2, _stopped_in_a_wait, random_case(FP8, [90], seed=1), limit=40))
+    assert "from rank 0 (silent for 1 s); this rank itself stood still for " in stopped
+    assert "stood still" not in late
