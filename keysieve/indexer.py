@@ -272,9 +272,12 @@ class DecodeIndexer:
             ):
                 given = positions if isinstance(positions, torch.Tensor) else None
                 tensors = (query, cache.data, weights, seq_lens, index_table, kv_table, out, counts, given)
-                known = KnownCall(tensors, cache, kv_page, block_rows, positions, result, relaunch)
-                self._known = (known, *self._known[: MOST_FORMS - 1])
+                self._remember(KnownCall(tensors, cache, kv_page, block_rows, positions, result, relaunch))
         return result
+
+    def _remember(self, known: KnownCall) -> None:
+        """The newest form is looked at first; the oldest is forgotten."""
+        self._known = (known, *self._known[: MOST_FORMS - 1])
 
     @contextmanager
     def _peers_told(self) -> Iterator[None]:

@@ -20,6 +20,9 @@ from keysieve.reference.keys import key16
 from keysieve.reference.rows import physical_rows
 from keysieve.spec import MAX_TOPK
 
+MAX_WIDTH = 2**31 - 64
+"""Keys of a row of the public top-k at most: positions, and the ends of blocks' parts of a row, are 32-bit numbers."""
+
 _SHORT = 16384
 """Below this many keys an order statistic of the keys themselves is cheaper than a histogram of all key16 values."""
 
@@ -104,6 +107,9 @@ def check_topk(
         "logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True, remedy=remedy
     )
     rows, device = logits.shape[0], logits.device
+    if logits.shape[1] > MAX_WIDTH:
+        got, accepted = f"rows of {logits.shape[1]} keys", f"at most {MAX_WIDTH}"
+        refuse("logits", got=got, accepted=accepted, remedy="Select from parts of a row and merge them.")
     places = require_int("k", k, 1, MAX_TOPK, "Select between 1 and 4096 keys per row.")
     kinds = (torch.int32, torch.int64)
     if isinstance(lengths, torch.Tensor) and lengths.dim() == 2 and lengths.numel() == rows:

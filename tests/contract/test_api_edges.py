@@ -11,6 +11,7 @@ import torch
 
 import keysieve as ks
 from keysieve import IndexerSpec, KeysieveError
+from keysieve.reference.topk import check_topk
 from keysieve.testing import assert_bitwise_equal, random_case
 
 SPEC = IndexerSpec(heads=8, topk=48)
@@ -66,6 +67,18 @@ def test_requests_without_rows_are_refused() -> None:
         ks.score(SPEC, *empty, torch.zeros(5, 0, dtype=torch.int32), table)
     for shape in ((0, 2), (0,)):
         assert ks.score(SPEC, *empty, torch.zeros(shape, dtype=torch.int32), table[:0]).shape == (0, 0)
+
+
+def test_rows_beyond_32_bit_positions_are_refused() -> None:
+    """By shape alone: nothing of the row's 4 GiB is needed for that."""
+    lengths = torch.zeros(1, dtype=torch.int32, device="meta")
+    for width, refused in ((2**31 - 64, False), (2**31 - 63, True), (2**31 - 1, True), (2**33, True)):
+        logits = torch.empty(1, width, dtype=torch.bfloat16, device="meta")
+        if refused:
+            with pytest.raises(KeysieveError, match=f"logits: got rows of {width} keys; accepted: at most 2147483584"):
+                check_topk(logits, lengths, 4, None, None, None, None)
+        else:
+            assert check_topk(logits, lengths, 4, None, None, None, None).k == 4
 
 
 def test_an_output_that_requires_grad_is_refused() -> None:
