@@ -18,17 +18,19 @@ def score_compact(
     launch: Launch, config: Config, *args: Any, words: torch.Tensor | None = None, **options: Any
 ) -> None:
     """As `sm90_score_host.score_compact`."""
-    sm90_score_host.score_compact(_with_words(launch, words), config, *args, **options)
+    sm90_score_host.score_compact(_with_words(launch, config, words), config, *args, **options)
 
 
 def score_pitched(
     launch: Launch, config: Config, *args: Any, words: torch.Tensor | None = None, **options: Any
 ) -> None:
     """As `sm90_score_host.score_pitched`."""
-    sm90_score_host.score_pitched(_with_words(launch, words), config, *args, **options)
+    sm90_score_host.score_pitched(_with_words(launch, config, words), config, *args, **options)
 
 
-def _with_words(launch: Launch, words: torch.Tensor | None) -> Launch:
+def _with_words(launch: Launch, config: Config, words: torch.Tensor | None) -> Launch:
+    if words is None and config.key_format == "mxfp4":
+        refuse("query", got="no scale words", accepted="(codes, words) for mxfp4", remedy="Pass words=, [rows, heads].")
     if words is not None and not words.is_contiguous():
         refuse("query", got=f"scale words {describe(words)}", accepted="contiguous ones", remedy="Call .contiguous().")
     address = 0 if words is None else words.data_ptr()

@@ -129,3 +129,19 @@ def test_it_says_that_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backend.launcher(torch.device("cuda", 0), backend.kernel, "two")
+
+
+def test_mxfp4_without_scale_words_is_refused_before_the_launch() -> None:
+    config = sm100_score_config.ScoreConfig("mxfp4", "fp32", 8, 1, "pitched", "bfloat16")
+    calls: list[tuple[int, ...]] = []
+    with pytest.raises(KeysieveError, match="scale words"):
+        sm100_score_host.score_pitched(
+            lambda *integers: calls.append(integers),
+            config,
+            *arguments(config, 2),
+            max_context=300,
+            logits=torch.empty(2, 1024, dtype=torch.bfloat16),
+            flags=torch.zeros(1, dtype=torch.int32),
+            blocks=148,
+        )
+    assert not calls

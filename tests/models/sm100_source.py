@@ -10,6 +10,7 @@ import ast
 import contextlib
 import struct
 import threading
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,14 +41,32 @@ def f32(value: Fraction) -> np.float32:
     return np.float32(float(rounded(value, 24, -149)))
 
 
+NAN = 0x7FFF  # what conversion to BF16 and BF16 arithmetic answer for NaN
+
+
 def bf16(value: Any) -> int:
-    """BF16 bits of a finite number (float or Fraction)."""
+    """BF16 bits of a finite number (float or Fraction), or of NaN."""
+    if is_nan(value):
+        return NAN
     exact = rounded(Fraction(float(value)) if not isinstance(value, Fraction) else value, 8, -133)
     return int(np.float32(float(exact)).view(np.uint32)) >> 16
 
 
-def number(bits: int) -> Fraction:
-    return Fraction(float(np.uint32(bits << 16).view(np.float32)))
+def is_nan(value: Any) -> bool:
+    return not isinstance(value, Fraction) and bool(np.isnan(float(value)))
+
+
+def single(formula: Callable[..., Fraction], *values: Any) -> np.float32:
+    """The formula in exact arithmetic, rounded to float32 once. NaN where an operand is one."""
+    if any(is_nan(value) for value in values):
+        return np.float32(np.nan)
+    return f32(formula(*(Fraction(float(value)) for value in values)))
+
+
+def half(formula: Callable[..., Fraction], *values: int) -> int:
+    """The same on BF16 bits."""
+    numbers = [np.uint32(bits << 16).view(np.float32) for bits in values]
+    return NAN if any(map(is_nan, numbers)) else bf16(formula(*(Fraction(float(x)) for x in numbers)))
 
 
 def halves(word: int) -> tuple[int, int]:
@@ -55,33 +74,37 @@ def halves(word: int) -> tuple[int, int]:
 
 
 class Numerics:
-    """keysieve.device.numerics on finite numbers, in exact arithmetic with one rounding an operation."""
+    """keysieve.device.numerics in exact arithmetic with one rounding an operation; NaN goes through, no infinities."""
 
-    mul = staticmethod(lambda a, b: f32(Fraction(float(a)) * Fraction(float(b))))
-    add = staticmethod(lambda a, b: f32(Fraction(float(a)) + Fraction(float(b))))
-    fma = staticmethod(lambda a, b, c: f32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
-    max_nan = staticmethod(lambda a, b: max(np.float32(a), np.float32(b)))
-    twice_relu = staticmethod(lambda a: np.float32(2 * max(float(a), 0.0)))
+    mul = staticmethod(lambda a, b: single(lambda x, y: x * y, a, b))
+    add = staticmethod(lambda a, b: single(lambda x, y: x + y, a, b))
+    fma = staticmethod(lambda a, b, c: single(lambda x, y, z: x * y + z, a, b, c))
+    max_nan = staticmethod(lambda a, b: np.maximum(np.float32(a), np.float32(b)))
+    max_num = staticmethod(lambda a, b: np.fmax(np.float32(a), np.float32(b)))
+    twice_relu = staticmethod(lambda a: np.float32(2) * np.maximum(np.float32(a), np.float32(0)))
     float_bits = staticmethod(lambda a: int(np.float32(a).view(np.uint32)))
     bits_float = staticmethod(lambda bits: np.uint32(bits).view(np.float32))
     bf16_to_float = staticmethod(lambda bits: np.uint32(bits << 16).view(np.float32))
     bf16x2_bits = staticmethod(lambda low, high: bf16(low) | bf16(high) << 16)
-    relu_bf16x2 = staticmethod(lambda low, high: bf16(max(float(low), 0.0)) | bf16(max(float(high), 0.0)) << 16)
+
+    @staticmethod
+    def relu_bf16x2(low: Any, high: Any) -> int:
+        return bf16(np.maximum(low, np.float32(0))) | bf16(np.maximum(high, np.float32(0))) << 16
 
     @staticmethod
     def fma_bf16x2(a: int, b: int, c: int) -> int:
         three = zip(halves(a), halves(b), halves(c), strict=True)
-        low, high = (bf16(number(x) * number(y) + number(z)) for x, y, z in three)
+        low, high = (half(lambda x, y, z: x * y + z, *values) for values in three)
         return low | high << 16
 
     @staticmethod
     def add_bf16x2(a: int, b: int) -> int:
-        low, high = (bf16(number(x) + number(y)) for x, y in zip(halves(a), halves(b), strict=True))
+        low, high = (Numerics.add_bf16(x, y) for x, y in zip(halves(a), halves(b), strict=True))
         return low | high << 16
 
     @staticmethod
     def add_bf16(a: int, b: int) -> int:
-        return bf16(number(a & 0xFFFF) + number(b & 0xFFFF))
+        return half(lambda x, y: x + y, a & 0xFFFF, b & 0xFFFF)
 
 
 class Ptx:

@@ -29,6 +29,11 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
     return np.where(codes & 0x80, -value, value)
 
 
+def ue8m0(codes: np.ndarray) -> np.ndarray:
+    """Values of UE8M0 scale bytes: powers of two with bias 127; 255 is NaN."""
+    return np.where(codes == 255, np.nan, 2.0 ** (codes.astype(np.float64) - 127.0))
+
+
 def field(word: int, first: int, last: int) -> int:
     """Bits first..last of a word."""
     return word >> first & (1 << last - first + 1) - 1
@@ -161,7 +166,7 @@ class Unit:
         assert field(word, 24, 28) << 4 == 128
         assert word & ~(0x3F << 17 | 0x1F << 24) == 1 << 4, "float32 from two E4M3 operands, K-major, dense"
         x, y = e4m3(self.operand(a, 128)), e4m3(self.operand(b, n))
-        self._add(d, np.nan_to_num(x), np.nan_to_num(y), ~(np.isnan(x).any(1)), accumulate)
+        self._add(d, x, y, accumulate)
 
     def product_mxf4(self, d: int, a: int, b: int, word: int, scale_a: int, scale_b: int, accumulate: bool) -> None:
         n = field(word, 17, 22) << 3
@@ -171,7 +176,7 @@ class Unit:
         assert word & ~(3 << 4 | 7 << 7 | 3 << 10 | 0x3F << 17 | 1 << 23 | 3 << 27 | 3 << 29) == 0
         x = self.scaled(self.operand(a, 128), scale_a, ids[0])
         y = self.scaled(self.operand(b, n), scale_b, ids[1])
-        self._add(d, x, y, np.ones(128, bool), accumulate)
+        self._add(d, x, y, accumulate)
 
     def scaled(self, codes: np.ndarray, address: int, first: int) -> np.ndarray:
         """float64 [rows, 64]: E2M1 pairs times the two scales of their row: bytes first, first + 1 of its word."""
@@ -183,13 +188,13 @@ class Unit:
         for lanes in range(32, 128, 32):  # the unit reads its own quarter of the lanes: all must hold the words
             np.testing.assert_array_equal(self.words[lanes + row % 32, address + row // 32], words)
         exponents = np.stack([words >> 8 * first & 255, words >> 8 * (first + 1) & 255], -1).astype(np.int64)
-        return (values * 2.0 ** (exponents[..., None] - 127.0)).reshape(len(codes), 64)
+        return (values * ue8m0(exponents)[..., None]).reshape(len(codes), 64)
 
-    def _add(self, d: int, x: np.ndarray, y: np.ndarray, good: np.ndarray, accumulate: bool) -> None:
+    def _add(self, d: int, x: np.ndarray, y: np.ndarray, accumulate: bool) -> None:
         assert 0 <= d <= self.allocated - len(y), "sums outside the allocation"
         self.counts["products"] += 1
         place = self.sums[:, d : d + len(y)]
-        place[:] = np.where(good[:, None], x @ y.T + (place if accumulate else 0.0), np.nan)
+        place[:] = x @ y.T + (place if accumulate else 0.0)  # a NaN factor makes its whole sum NaN
 
     def copy_scales(self, address: int, descriptor: int) -> None:
         """32x128b.warpx4: core matrices of 8 rows x 16 bytes, `stride` apart, to four columns of all quarters."""
