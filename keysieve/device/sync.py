@@ -13,9 +13,20 @@ from keysieve.device import ptx, report
 
 
 def write_report(
-    where: Int64, rank: Uint32, row: Uint32, source: Uint32, expected: Uint32, seen: Uint32, stage: Uint32
+    where: Int64,
+    rank: Uint32,
+    row: Uint32,
+    source: Uint32,
+    expected: Uint32,
+    seen: Uint32,
+    stage: Uint32,
+    more: dict[int, Uint32] | None = None,
 ) -> None:
-    """Write a spin report at global address `where` (64 bytes, host-visible): fields first, the magic word last."""
+    """Write a spin report at global address `where` (64 bytes, host-visible): fields first, the magic word last.
+
+    more: further words by their number in `report`. Where several threads may report, one of them claims the place
+    first: a reader gets one thread's words or a mixture otherwise.
+    """
     fields = {
         report.WORD_RANK: rank,
         report.WORD_ROW: row,
@@ -23,6 +34,7 @@ def write_report(
         report.WORD_EXPECTED: expected,
         report.WORD_SEEN: seen,
         report.WORD_STAGE: stage,
+        **(more or {}),
     }
     for word, value in fields.items():
         ptx.store(where + Int64(4 * word), value, "relaxed", "sys")
