@@ -40,7 +40,20 @@ class Measurements:
 
 def identity(line: Line) -> tuple[Any, ...]:
     """What makes two lines measurements of the same thing."""
-    names = ("device", "op", "case", "heads", "topk", "format", "numerics", "world", "cached")
+    names = (
+        "device",
+        "op",
+        "case",
+        "heads",
+        "topk",
+        "format",
+        "numerics",
+        "world",
+        "cached",
+        "entry",
+        "kind",
+        "virtual",
+    )
     return tuple(line.get(name) for name in names)
 
 
@@ -87,8 +100,8 @@ def setting(line: Line) -> str:
     parts = [str(line.get("format", "")), f"{line.get('heads', '?')} heads", f"K {line.get('topk', '?')}"]
     if line.get("world", 1) != 1:
         parts.append(f"W {line['world']}")
-    if line.get("cached"):
-        parts.append("cached")
+    parts += [str(line[name]) for name in ("entry", "kind") if line.get(name)]
+    parts += [name for name in ("cached", "virtual") if line.get(name)]
     return ", ".join(part for part in parts if part)
 
 

@@ -1,6 +1,6 @@
 """The whole step on one GPU: ``DecodeIndexer`` in a CUDA graph, with score and select timed alone beside it.
 
-    python -m keysieve.bench.step [--only 32x128K,1x4K] [--out docs/measurements/step.jsonl]
+    python -m keysieve.bench.step [--only 32x128K,1x4K] [--out docs/measurements/step.jsonl] [--peers]
 
 Every case first passes its gate: the step's positions equal a stable order of the device's own logits, and a rerun is
 byte-equal. Only then is it timed, as ``bench.timing`` says. Prints a table and appends one JSON line a case.
@@ -11,12 +11,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import keysieve as ks
 from keysieve.bench import timing
+from keysieve.bench.peers import steps
 from keysieve.bench.score import POOL_PAGES, TOPK, Case, Inputs, make_inputs, make_pool
 from keysieve.reference.topk import select
 from keysieve.spec import PAGE
@@ -69,8 +73,21 @@ def gate(spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, 
         raise AssertionError(f"{case.name}: the selection is not that of the device's own logits")
 
 
-def measure(case: Case, pool: torch.Tensor) -> timing.Record:
-    """Gate, then the time of a step in a graph and the host's time of an eager one."""
+def peer_times(calls: dict[str, Callable[[int], object]], sets: int, case: Case, device: torch.device) -> Any:
+    """Microseconds by name, and the reasons of those that failed."""
+    times: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            taken = timing.graph_time(call, sets=sets, bytes_per_set=case.read_bytes, device=device)
+            times[name] = round(taken.us, 2)
+        except Exception as error:  # whatever another library raises: ours is measured all the same
+            failed[name] = f"{type(error).__name__}: {error}"[:120]
+    return times, failed
+
+
+def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Record:
+    """Gate, then the time of a step in a graph and the host's time of an eager one; peers: others' steps too."""
     device = pool.device
     spec = ks.IndexerSpec(case.heads, TOPK)
     cache = ks.IndexCache(spec, pool)
@@ -91,6 +108,9 @@ def measure(case: Case, pool: torch.Tensor) -> timing.Record:
 
     taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
     host = timing.host_time(lambda: step(0), calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
+    others = steps(case, pool, inputs, kv_table, TOPK) if peers else {}
+    times, failed = peer_times(others, sets, case, device)
+    extra = {"host_us": round(host.us, 2), "must_reach_us": TARGETS_US.get(case.name), "input_sets": sets}
     return timing.record(
         "step",
         case.name,
@@ -105,7 +125,8 @@ def measure(case: Case, pool: torch.Tensor) -> timing.Record:
         numerics="fp32",
         exact=True,
         limit_us=round(case.limit_us, 2),
-        extra={"host_us": round(host.us, 2), "must_reach_us": TARGETS_US.get(case.name), "input_sets": sets},
+        peers=times,
+        extra=extra | ({"peers_failed": failed} if failed else {}),
     )
 
 
@@ -114,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma list of case names")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
+    parser.add_argument("--peers", action="store_true", help="steps of other libraries beside it, as installed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
     args = parser.parse_args(argv)
     names = set(filter(None, args.only.split(",")))
     chosen = [c for c in CASES if not names or c.name in names]
@@ -121,9 +144,13 @@ def main(argv: list[str] | None = None) -> int:
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
     pool = make_pool(pages, device)
     failed = 0
+    begun = time.monotonic()
     for case in chosen:
+        if time.monotonic() - begun > args.seconds:
+            print(f"{case.name:>10} not measured: the time given is up", flush=True)
+            continue
         try:
-            record = measure(case, pool)
+            record = measure(case, pool, args.peers)
         except AssertionError as error:
             failed += 1
             print(f"GATE FAILED {error}", flush=True)
@@ -134,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = "ok  " if record.us <= target else "over"
         print(
             f"{case.name:>10} {record.us:8.2f} us  must {target:6.1f} {verdict}"
-            f" limit {case.limit_us:6.1f} host {record.extra['host_us']:.1f} us",
+            f" limit {case.limit_us:6.1f} host {record.extra['host_us']:.1f} us {record.peers or ''}",
             flush=True,
         )
     return 1 if failed else 0

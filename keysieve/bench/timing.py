@@ -52,8 +52,9 @@ def iterations_for(sets: int, wanted: int = MIN_ITERATIONS) -> int:
 
 
 def sets_for(bytes_per_set: int, l2_bytes: int, most: int = 64) -> int:
-    """Input sets needed so that together they exceed three L2 caches, at most `most`."""
-    return max(1, min(most, L2_MULTIPLE * l2_bytes // max(bytes_per_set, 1) + 1))
+    """Input sets needed so that together they exceed three L2 caches, at most `most`; two at the least: of a single
+    large set, loads that leave L2 first find the same part there again in every iteration."""
+    return max(min(2, most), min(most, L2_MULTIPLE * l2_bytes // max(bytes_per_set, 1) + 1))
 
 
 def is_cached(sets: int, bytes_per_set: int, l2_bytes: int) -> bool:

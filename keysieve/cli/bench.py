@@ -26,9 +26,12 @@ TOPICS = {
     "select": Topic(
         "keysieve.bench.select", "the selection kernels on this GPU; --peers: others beside them", gpu=True
     ),
-    "step": Topic("keysieve.bench.step", "the whole step on this GPU in a CUDA graph", gpu=True),
+    "step": Topic(
+        "keysieve.bench.step", "the whole step on this GPU in a CUDA graph; --peers: others beside it", gpu=True
+    ),
     "host": Topic("keysieve.bench.host", "the host time of an eager step on this GPU", gpu=True),
     "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table", ("table",)),
+    "figures": Topic("keysieve.bench.figures", "README's table and docs/figures from docs/measurements"),
     "plot": Topic("keysieve.bench.report", "recorded measurements as pictures, the roofline drawn in", ("plot",)),
 }
 
@@ -46,11 +49,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("topic", choices=tuple(TOPICS), nargs="?", metavar="topic", help=f"one of {', '.join(TOPICS)}")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the topic's own options")
     parser.add_argument("-h", "--help", action="store_true", help="show this help, or the topic's after a topic")
+    parser.add_argument("--cpu", action="store_true", help="the cpu backend: the same as the topic cpu")
     parser.set_defaults(run=run, usage=parser.format_help)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a topic; its exit code: 0 if all results were exact and within their limits."""
+    if args.topic is None and args.cpu:
+        args.topic = "cpu"
     if args.topic is None:
         print(args.usage())
         return 0 if args.help else 2

@@ -58,7 +58,7 @@ def test_sets_exceed_three_caches() -> None:
     for size in (1 << 20, 17 << 20, 150 << 20, 151 << 20):
         sets = timing.sets_for(size, l2, most=1000)
         assert not timing.is_cached(sets, size, l2)
-        assert sets == 1 or timing.is_cached(sets - 1, size, l2)
+        assert sets == 2 or timing.is_cached(sets - 1, size, l2)  # never one set alone
     assert timing.is_cached(timing.sets_for(4096, l2), 4096, l2)  # too small for 64 sets: the record says so
 
 

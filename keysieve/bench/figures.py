@@ -1,0 +1,220 @@
+"""README's table and the pictures of docs/figures, made from docs/measurements: ``keysieve bench figures``.
+
+Nothing is measured here and nothing is typed in by hand: every number comes from a recorded line with a green exactness
+gate, and the caption names device, versions, commits and dates of the lines that were used.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keysieve.bench.report import Line, Measurements, read
+from keysieve.checks import refuse
+
+BEGIN, END = "<!-- measured: begin (keysieve bench figures) -->", "<!-- measured: end -->"
+CASES = ("1x4K", "1x128K", "1x1M", "8x128K", "32x128K", "128x4K", "128x32K", "64x64K")
+CONTEXTS = {"4K": 4096, "32K": 32768, "64K": 65536, "128K": 131072, "1M": 1 << 20}
+DETERMINISTIC = "deep_gemm+flashinfer_deterministic"
+SHADES = {"1": "tab:blue", "8": "tab:orange", "32": "tab:green", "64": "tab:purple", "128": "tab:red"}
+
+
+def usual(measured: Measurements, op: str, **wanted: Any) -> dict[str, Line]:
+    """The lines of an op in the usual setting (FP8 with fp32 scales, 32 heads, one device) by case."""
+    alone = {"op": op, "topk": 2048, **wanted}
+    return {
+        line["case"]: line
+        for line in measured.lines
+        if all(line.get(name) == value for name, value in alone.items())
+        and line.get("heads") in (0, 32)
+        and line.get("format") in ("", "fp8_fp32")
+        and line.get("world", 1) == 1
+    }
+
+
+def readme_block(measured: Measurements) -> str:
+    """The Markdown between README's two markers."""
+    scores, steps = usual(measured, "score"), usual(measured, "step")
+    selects = usual(measured, "select", entry="select", kind="gaussian")
+    rows = [
+        "| requests x keys | score | DeepGEMM + metadata | select | cudnn, deterministic | FlashInfer, deterministic "
+        "| whole step | DeepGEMM + metadata + FlashInfer | limit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    used: list[Line] = []
+    for case in CASES:
+        lines = [scores.get(case), selects.get(case), steps.get(case)]
+        used += [line for line in lines if line is not None]
+        score, select, step = ((line or {}) for line in lines)
+        rows.append(
+            "| "
+            + " | ".join(
+                (
+                    case.replace("x", " x "),
+                    _us(score.get("us")),
+                    _pair(score, "deep_gemm_logits", "deep_gemm_metadata"),
+                    _us(select.get("us")),
+                    _us(_peer(select, "cudnn_frontend_deterministic_positions")),
+                    _us(_peer(select, "flashinfer_deterministic")),
+                    _us(step.get("us")),
+                    _us(_peer(step, DETERMINISTIC)),
+                    _us(step.get("limit_us")),
+                )
+            )
+            + " |"
+        )
+    return "\n".join([*rows, "", origin(used)])
+
+
+def origin(lines: Sequence[Line]) -> str:
+    """What the numbers are of: devices, dates, commits, versions."""
+
+    def every(values: set[str]) -> str:
+        return ", ".join(sorted(value for value in values if value))
+
+    versions = {f"{name} {value}" for line in lines for name, value in (line.get("versions") or {}).items()}
+    return (
+        f"{every({line['device'] for line in lines})}; {every({str(line.get('date', ''))[:10] for line in lines})}; "
+        f"keysieve {every({str(line.get('commit', '')) for line in lines})}; {every(versions)}."
+    )
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _peer(line: dict[str, Any], name: str) -> float | None:
+    value: float | None = (line.get("peers") or {}).get(name)
+    return value
+
+
+def _pair(line: dict[str, Any], first: str, second: str) -> str:
+    a, b = _peer(line, first), _peer(line, second)
+    return "" if a is None or b is None else f"{a:.1f} + {b:.1f}"
+
+
+def rewritten(text: str, block: str) -> str:
+    """README with the block between its markers replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        refuse("README", got="no single pair of markers", accepted=f"{BEGIN} ... {END}", remedy="Put the markers back.")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def by_context(measured: Measurements, axes: Any) -> list[Line]:
+    """Time of a step against context length, a colour for each batch; dashed: its limit; dots: the deterministic
+    combination of other libraries."""
+    steps = usual(measured, "step")
+    used: list[Line] = []
+    for batch, colour in SHADES.items():
+        known = [(CONTEXTS[size], steps[f"{batch}x{size}"]) for size in CONTEXTS if f"{batch}x{size}" in steps]
+        if not known:
+            continue
+        used += [line for _, line in known]
+        axes.plot([n for n, _ in known], [x["us"] for _, x in known], "D-", color=colour, label=f"{batch} requests")
+        limits = [(n, x["limit_us"]) for n, x in known if x.get("limit_us")]
+        axes.plot([n for n, _ in limits], [us for _, us in limits], "--", color=colour, alpha=0.6)
+        others = [(n, _peer(x, DETERMINISTIC)) for n, x in known if _peer(x, DETERMINISTIC)]
+        axes.plot([n for n, _ in others], [us for _, us in others], "o:", color=colour, alpha=0.5)
+    axes.plot([], [], "k--", label="bytes / read bandwidth")
+    axes.plot([], [], "ko:", alpha=0.5, label="DeepGEMM + metadata + FlashInfer det.")
+    axes.set(xscale="log", yscale="log", xlabel="keys a request", ylabel="microseconds a step")
+    axes.set_xticks(list(CONTEXTS.values()), list(CONTEXTS))
+    axes.minorticks_off()
+    return used
+
+
+def by_batch(measured: Measurements, axes: Any) -> list[Line]:
+    """Share of the limit that a score and a step reach, by case in the order of their bytes."""
+    scores, steps = usual(measured, "score"), usual(measured, "step")
+    cases = sorted(scores.keys() & steps.keys(), key=lambda case: float(steps[case]["limit_us"]))
+    for shift, (name, lines) in zip((-0.2, 0.2), (("score", scores), ("step", steps)), strict=True):
+        shares = [100 * lines[case]["limit_us"] / lines[case]["us"] for case in cases]
+        axes.bar([i + shift for i in range(len(cases))], shares, width=0.38, label=name)
+    axes.axhline(100, color="tab:gray", linestyle="--", label="the limit")
+    axes.set_xticks(range(len(cases)), cases, rotation=45, ha="right")
+    axes.set(ylabel="% of the limit (bytes / read bandwidth)")
+    return [lines[case] for lines in (scores, steps) for case in cases]
+
+
+def by_rows(measured: Measurements, axes: Any) -> list[Line]:
+    """What the exchange and the merge add to a rank's own work, against rows; and the all-gather beside it."""
+    lines = sorted((x for x in measured.lines if x["op"] == "exchange"), key=lambda x: int(x["requests"]))
+    for world in sorted({line["world"] for line in lines}):
+        for virtual in (False, True):
+            some = [x for x in lines if x["world"] == world and bool(x.get("virtual")) == virtual]
+            if some:
+                label = f"W = {world}" + (", one GPU" if virtual else "")
+                axes.plot([x["requests"] for x in some], [x["us"] for x in some], "D-", label=label)
+                gathers = [(x["requests"], (x.get("peers") or {}).get("nccl_all_gather+merge")) for x in some]
+                known = [(rows, us) for rows, us in gathers if us]
+                if known:
+                    axes.plot(*zip(*known, strict=True), "o:", alpha=0.6, label=f"{label}: NCCL all-gather + merge")
+    axes.set(xscale="log", ylabel="microseconds beyond score + local top-N", xlabel="rows")
+    return lines
+
+
+PICTURES: dict[str, tuple[str, Callable[[Measurements, Any], list[Line]]]] = {
+    "step-by-context": ("A step against context length", by_context),
+    "share-of-limit": ("How much of the limit is reached", by_batch),
+    "dcp-by-rows": ("Context parallelism: exchange and merge", by_rows),
+}
+
+
+def draw(measured: Measurements, folder: Path) -> list[Path]:
+    """Write the pictures that there are lines for, as SVG; the same lines give the same bytes.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "keysieve", "font.size": 9}):
+        for name, (title, fill) in PICTURES.items():
+            figure, axes = plt.subplots(figsize=(8.0, 4.6), layout="constrained")
+            used = fill(measured, axes)
+            if used:
+                axes.set_title(title)
+                axes.grid(alpha=0.3)
+                axes.legend(fontsize=8)
+                devices = ", ".join(sorted({line["device"] for line in used}))
+                dates = ", ".join(sorted({str(line.get("date", ""))[:10] for line in used}))
+                figure.supxlabel(f"{devices}; {dates}; docs/measurements", fontsize=7, color="gray")
+                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+                made.append(folder / f"{name}.svg")
+            plt.close(figure)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite README's table and the pictures; with --check only say whether README's table is current."""
+    parser = argparse.ArgumentParser(prog="keysieve bench figures", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--root", type=Path, default=Path(), help="a checkout of keysieve (default: here)")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if README's table is not current")
+    args = parser.parse_args(argv)
+    files = sorted((args.root / "docs" / "measurements").glob("*.jsonl"))
+    if not files:
+        refuse(
+            "--root", got=str(args.root), accepted="a checkout with docs/measurements/*.jsonl", remedy="Run it there."
+        )
+    measured = read(files)
+    readme = args.root / "README.md"
+    old = readme.read_text()
+    new = rewritten(old, readme_block(measured))
+    if args.check:
+        print("README's table is current" if new == old else "README's table is not current: keysieve bench figures")
+        return 0 if new == old else 1
+    readme.write_text(new)
+    for path in draw(measured, args.root / "docs" / "figures"):
+        print(f"picture: {path}")
+    return 0

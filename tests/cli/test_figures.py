@@ -1,0 +1,70 @@
+"""README's table and the pictures come from the recorded lines, and README shows the newest of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from keysieve.bench import figures, report
+from keysieve.cli.main import main as cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the command reads and writes."""
+    shutil.copytree(ROOT / "docs" / "measurements", tmp_path / "docs" / "measurements")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def test_readme_is_current() -> None:
+    assert cli(["bench", "figures", "--root", str(ROOT), "--check"]) == 0
+
+
+def test_pictures_are_the_committed_ones(checkout: Path) -> None:
+    """The pictures of the repository are those of its records (drawn by any matplotlib: compared by name)."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    assert cli(["bench", "figures", "--root", str(checkout)]) == 0
+    drawn = {path.name for path in (checkout / "docs" / "figures").iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert all(b"<svg" in path.read_bytes() for path in (checkout / "docs" / "figures").iterdir())
+    assert (checkout / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_a_newer_record_changes_the_table(checkout: Path) -> None:
+    file = checkout / "docs" / "measurements" / "step.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    (newest,) = report.read([file]).lines[:1]
+    changed = newest | {"date": "2099-01-01", "us": 1234.5, "peers": {figures.DETERMINISTIC: 6789.1}}
+    file.write_text("\n".join(json.dumps(line) for line in [*lines, changed]) + "\n")
+    assert cli(["bench", "figures", "--root", str(checkout), "--check"]) == 1
+    assert "1234.5" not in (checkout / "README.md").read_text(), "--check writes nothing"
+    block = figures.readme_block(report.read([file]))
+    assert "| 1234.5 | 6789.1 |" in block
+    assert "2099-01-01" in block
+
+
+def test_a_readme_without_its_markers_is_left_alone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = checkout / "README.md"
+    readme.write_text("nothing here")
+    assert cli(["bench", "figures", "--root", str(checkout)]) == 2
+    assert "markers" in capsys.readouterr().err
+    assert readme.read_text() == "nothing here"
+
+
+def test_the_exchange_is_drawn_against_rows(checkout: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    base = {"device": "D", "op": "exchange", "exact": True, "world": 2, "date": "2026-12-01", "topk": 2048}
+    rows = [
+        base | {"case": f"{n} rows", "requests": n, "us": 5.0 + n / 64, "peers": {"nccl_all_gather+merge": 25.0}}
+        for n in (1, 64)
+    ]
+    file = checkout / "docs" / "measurements" / "dcp.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in rows) + "\n")
+    drawn = figures.draw(report.read([file]), checkout / "pictures")
+    assert [path.name for path in drawn] == ["dcp-by-rows.svg"]
