@@ -3,7 +3,8 @@
 The 128-key tiles of all requests are numbered in request order. A request needs `ceil(longest / 128)` tiles, `longest`
 being the largest usable length of its rows, or none when that is at most `skip` (tensor parallel: `topk`, its rows
 take every key; else 0). A length is usable in 1..limit, `limit` being what the page table and max_context both hold;
-any other length makes its row empty, and one above the limit is a fault.
+any other length makes its row empty, and one above the limit is a fault. `lens` is the address of the lengths, or
+`sharding.ShardedLengths` where they are global and a context-parallel rank's own ones are wanted.
 
 The prefix sum lives in shared memory as `requests + 1` words `tiles_before << 1 | half`, where `half` says that the
 request's last tile holds keys in its first page only. No host length, no metadata kernel: every block builds the same
@@ -20,6 +21,7 @@ from cutlass import Int32, Int64, Uint32
 from keysieve.device import ptx, scan
 from keysieve.device.paged import ceil_div_pow2
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
+from keysieve.kernels.sharding import ShardedLengths, read_length
 
 __all__ = [
     "FLAG_BAD_LENGTH",
@@ -30,6 +32,7 @@ __all__ = [
     "few",
     "find_request",
     "find_request_together",
+    "lengths_of",
     "longest_row",
     "prefix_of_few",
     "prefix_of_many",
@@ -42,16 +45,22 @@ __all__ = [
 LOG2_TILE = 7
 
 
+def lengths_of(layout: str, lens: Int64, word: Int64) -> Any:
+    """What the functions below take as `lens`: the address itself, or, for pitched logits, what reads a rank's own
+    lengths from global ones (word: see `sharding_word`)."""
+    return ShardedLengths(lens, word) if layout == "pitched" else lens
+
+
 def usable_length(length: Int32, limit: Int32) -> Int32:
     """The keys a row sees: its length if that is in 1..limit, else 0."""
     return length * Int32(length > Int32(0)) * Int32(length <= limit)
 
 
 @cute.jit
-def longest_row(lens: Int64, request: Int32, limit: Int32, next_n: cutlass.Constexpr[int]) -> Any:
+def longest_row(lens: Any, request: Int32, limit: Int32, next_n: cutlass.Constexpr[int]) -> Any:
     """(largest usable length of the request's rows, the number of its lengths above the limit)."""
-    base = lens + Int64(request) * Int64(4 * next_n)
-    lengths = [ptx.load(base + Int64(4 * row), Int32) for row in range(next_n)]
+    base = Int64(request) * Int64(4 * next_n)
+    lengths = [read_length(lens, base + Int64(4 * row)) for row in range(next_n)]
     longest = Int32(0)
     faults = Int32(0)
     for row in cutlass.range_constexpr(next_n):
@@ -76,7 +85,7 @@ def few(next_n: int) -> int:
 
 @cute.jit
 def build_prefix(
-    lens: Int64,
+    lens: Any,
     requests: Int32,
     limit: Int32,
     skip: Int32,
@@ -102,7 +111,7 @@ def build_prefix(
 
 @cute.jit
 def prefix_of_few(
-    lens: Int64,
+    lens: Any,
     requests: Int32,
     limit: Int32,
     skip: Int32,
@@ -142,7 +151,7 @@ def prefix_of_few(
 
 @cute.jit
 def prefix_of_many(
-    lens: Int64,
+    lens: Any,
     requests: Int32,
     limit: Int32,
     skip: Int32,

@@ -24,7 +24,7 @@ class Frame:
     def plan(
         self,
         shared: Any,
-        lens: Int64,
+        lens: Any,
         flags: Int64,
         requests: Int32,
         limit: Int32,

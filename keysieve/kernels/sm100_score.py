@@ -148,6 +148,7 @@ class ScoreKernel(Frame):
         between table rows. pitch: elements between rows of pitched logits. pages: of the pool. limit: longest usable
         length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact buffer
         holds for every row of a request. blocks: the grid.
+        tops: for pitched logits, which have none, the sharding word in their place.
         """
         config, boxes = self.config, self.boxes
         width = config.row_bytes
@@ -230,7 +231,8 @@ class ScoreKernel(Frame):
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
-        self.plan(shared, lens, flags, requests, limit, skip, thread, warp, block)
+        lengths = schedule.lengths_of(self.config.layout, lens, tops)
+        self.plan(shared, lengths, flags, requests, limit, skip, thread, warp, block)
         total = schedule.tiles_before(shared.prefix, requests)
         usable = total
         if total > capacity:
@@ -243,7 +245,7 @@ class ScoreKernel(Frame):
                 stream_keys(self, shared, key_copy, key_pages, table, table_stride, pages, flags, requests, first, last)
             if warp == Int32(QUERY_WARP):
                 stream_queries(
-                    self, shared, row_copy, query_rows, weights, lens, limit, requests, capacity, first, last
+                    self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, first, last
                 )
             if warp == Int32(MATRIX_WARP):
                 multiply(self, shared, first, last)

@@ -119,6 +119,7 @@ class ScoreKernel(Frame):
         page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of
         pitched logits. pages: of the pool. limit: longest usable length. skip: requests whose longest row is at most
         this are not scored. capacity: tiles the compact buffer holds for every row of a request. blocks: the grid.
+        tops: for pitched logits, which have none, the sharding word in their place.
         """
         config = self.config
         stride = cute.assume(page_stride, divby=16)
@@ -201,7 +202,8 @@ class ScoreKernel(Frame):
         score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
         if cutlass.const_expr(shape.prefetch_table):
             self.ask_for_tables(table, table_stride, requests, limit, thread, block, blocks)
-        self.plan(shared, lens, flags, requests, limit, skip, thread, warp, block)
+        lengths = schedule.lengths_of(self.config.layout, lens, tops)
+        self.plan(shared, lengths, flags, requests, limit, skip, thread, warp, block)
         total = schedule.tiles_before(shared.prefix, requests)
         usable = total
         if total > capacity:
@@ -218,7 +220,7 @@ class ScoreKernel(Frame):
                     )
                 if warp == self.query_warp:
                     stream_queries(
-                        self, shared, row_copy, query_rows, weights, lens, limit, requests, capacity, first, last
+                        self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, first, last
                     )
             if warp == self.report_warp and block == Int32(0):
                 self.report(shared, starts, flags, requests, capacity, total)

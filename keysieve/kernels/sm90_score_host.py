@@ -96,11 +96,13 @@ def score_pitched(
     blocks: int,
     chained: bool = False,
     words: torch.Tensor | None = None,
+    sharding: int = 0,
 ) -> None:
     """Score every request into BF16 `logits` [rows, >= longest usable length], row t at `t * logits.stride(0)`.
 
     The row stride is the pitch. Lengths beyond `max_context` make a row empty, so `max_context` is at most the pitch.
-    Other arguments as in `score_compact`; nothing is written past a row's length.
+    sharding: `sharding_word.sharding_word` where lengths are global and the cache is one context-parallel rank's; the
+    limits are then local. Other arguments as in `score_compact`; nothing is written past a row's length.
     """
     del words
     _require_layout(config, "pitched")
@@ -109,7 +111,8 @@ def score_pitched(
         return
     pitch = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
     pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
-    launch(*pointers, logits.data_ptr(), 0, 0, flags.data_ptr(), *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
+    outputs = (logits.data_ptr(), sharding, 0, flags.data_ptr())  # no maxima: the sharding in their place
+    launch(*pointers, *outputs, *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
 
 
 def _require_layout(config: Config, layout: str) -> None:

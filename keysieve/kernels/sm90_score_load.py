@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import cpasync
 from keysieve.device import ptx, sync
 from keysieve.device.paged import page_in_pool, table_entry
 from keysieve.kernels import schedule, score_trace
+from keysieve.kernels.sharding import read_length
 from keysieve.spec import PAGE, TILE
 
 BATCH = 16
@@ -224,7 +225,7 @@ def stream_queries(
     row_copy: cute.CopyAtom,
     query_rows: cute.Tensor,
     weights: Int64,
-    lens: Int64,
+    lens: Any,
     limit: Int32,
     requests: Int32,
     capacity: Int32,
@@ -255,7 +256,7 @@ def stream_queries(
             )
         put_weights(kernel, shared, weights, row, stage, lane)
         if lane < Int32(config.next_n):
-            length = ptx.load(lens + Int64(row + lane) * Int64(4), Int32)
+            length = read_length(lens, Int64(row + lane) * Int64(4))
             usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
             where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
             ptx.store_shared(where, Uint32(usable))
