@@ -127,6 +127,33 @@ def test_topk_any_k(device: torch.device, case: int) -> None:
     run_topk(device, "specials", case, lens, 8, mapped=False, stride=1, at=2)
 
 
+@cases(1, 511, 513, 705, 1024, 2047)
+def test_small_blocks_take_more_groups_than_asked_for(device: torch.device, case: int) -> None:
+    """Unshared rows beyond 16,384 keys in blocks of 512 threads, whose registers hold more than K groups."""
+    lens = [0, case, case + 1, 16_384, 16_385, 17_000, 65_537, 99_999, 100_000, 40_000, 2_049, -1]
+    chosen = selector(device, case, len(lens), max(lens), 1, True).config(len(lens))
+    assert (chosen.cluster, chosen.threads) == (1, 512) and case < chosen.held_groups
+    for kind in ("gaussian", "relu", "few", "pairs", "lowdigit", "ascending"):
+        run_select(device, kind, case, lens, 1, 1, counted=kind == "few")
+
+
+@cases(*[(k, cluster) for k in (1, 2048, 2049, 4096) for cluster in CLUSTERS])
+def test_large_blocks(device: torch.device, case: tuple[int, int]) -> None:
+    """Blocks of 1,024 threads with every number of blocks a row, for both entries."""
+    k, cluster = case
+    for maxima in (True, False):
+        longest = cluster * (24_000 if not maxima else 150_000 if cluster == 2 else 30_000)
+        lens = [longest, longest - 1, 0, k + 1, 33_000 if cluster > 1 else 20_001, 9_000]
+        for rows in (1, len(lens)):
+            use = selector(device, k, rows, max(lens[:rows]), cluster, maxima).config(rows)
+            assert (use.cluster, use.threads) == (cluster, 1024)
+        for kind in ("gaussian", "relu", "equal"):
+            if maxima:
+                run_select(device, kind, k, lens, 1, cluster, counted=kind == "relu")
+            else:
+                run_topk(device, kind, k, lens, cluster, mapped=kind == "relu", stride=1, at=3)
+
+
 @cases(1, 4)
 def test_topk_parts_beyond_the_registers(device: torch.device, case: int) -> None:
     for kind in ("gaussian", "relu", "few"):
