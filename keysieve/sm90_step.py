@@ -58,33 +58,83 @@ def limit_requests(step: Step) -> None:
         refuse("index_table", got=f"{step.requests} requests", accepted=f"at most {MAX_REQUESTS}", remedy=remedy)
 
 
-class Sm90Runner:
-    """One ``DecodeIndexer`` on one Hopper GPU: its workspace, its kernels, and two launches a step.
+class StreamWorkspace:
+    """What every runner on a Hopper GPU has: a workspace that one stream at a time uses, and a flag word.
 
-    The workspace is used by one stream at a time. An eager step on another stream than the last one first waits for
-    that one, and so does a captured step on another stream of the same capture. A replay is not seen by the host:
-    graphs that share an indexer are replayed one after another, as an engine does; graphs that run side by side need
-    an indexer each.
+    An eager step on another stream than the last one first waits for that one, and so does a captured step on another
+    stream of the same capture. A replay is not seen by the host: graphs that share an indexer are replayed one after
+    another, as an engine does; graphs that run side by side need an indexer each.
 
     Attributes:
         stream: of the last step, if that was an eager one: a step on it need not take turns.
         index: the device's.
         lock: threads take turns with the workspace and with what is said about streams.
-        path: what a step runs, in words.
     """
 
     def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device) -> None:
         self.plan, self._backend, self._device = plan, backend, device
-        problem = plan.problem
+        rows = plan.problem.max_rows
         with torch.inference_mode(False):
             self._logits = torch.empty(plan.logits_elements, dtype=torch.bfloat16, device=device)
-            self._tops = torch.empty(plan.tops_elements, dtype=torch.int16, device=device)
-            self._starts = torch.zeros(problem.max_rows + 1, dtype=torch.int32, device=device)
-            self._lens = torch.zeros(problem.max_rows, dtype=torch.int32, device=device)
-            self._wide = torch.zeros(problem.max_rows, dtype=torch.int64, device=device)
+            self._lens = torch.zeros(rows, dtype=torch.int32, device=device)
+            self._wide = torch.zeros(rows, dtype=torch.int64, device=device)
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
         self.index = device.index or 0
+        self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
+        self._last_eager, self._last_captured = self.stream, NO_STREAM
+        self.lock = threading.Lock()
+
+    def _take_lengths(self, seq_lens: torch.Tensor) -> None:
+        """Bring lengths that are 64-bit or have gaps into the workspace; see :func:`narrow`. Nothing is allocated."""
+        rows, shape = seq_lens.numel(), seq_lens.shape
+        if seq_lens.dtype == torch.int64:
+            seq_lens = torch.clamp(seq_lens, -1, MOST_INT32, out=self._wide[:rows].view(shape))
+        self._lens[:rows].view(shape).copy_(seq_lens)
+
+    def take_turns(self, stream: int) -> None:
+        """Make ``stream``, the current one, wait for the last step of another stream where the host can see that.
+
+        An eager step waits for the last eager one. A captured step waits for the last captured one if that one's stream
+        is part of a capture now: a capture that forks. Replays are not seen here.
+        """
+        captured = capturing()
+        before = self._last_captured if captured else self._last_eager
+        if captured and before == NO_STREAM:
+            before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
+        if before not in (stream, NO_STREAM):
+            other = torch.cuda.ExternalStream(before, device=self._device)  # type: ignore[no-untyped-call]  # torch's
+            if not captured or (before != LEGACY_STREAM and _in_capture(other)):
+                torch.cuda.current_stream(self._device).wait_stream(other)
+        if captured:
+            self._last_captured, self.stream = stream, NO_STREAM  # so that the next step comes here as well
+        else:
+            self._last_captured, self.stream, self._last_eager = NO_STREAM, stream, stream
+
+    def check(self) -> None:
+        """Report what kernels flagged since the last check, this indexer's and stateless calls'; synchronises.
+
+        Raises:
+            DeviceFault: the text says what was met and what its result was.
+        """
+        found = [text for text in (self._flags.take(), self._backend.flags(self._device).take()) if text]
+        if found:
+            raise DeviceFault("; ".join(found))
+
+
+class Sm90Runner(StreamWorkspace):
+    """One ``DecodeIndexer`` on one Hopper GPU: its workspace, its kernels, and two launches a step.
+
+    Attributes:
+        path: what a step runs, in words.
+    """
+
+    def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device) -> None:
+        super().__init__(backend, plan, device)
+        problem = plan.problem
+        with torch.inference_mode(False):
+            self._tops = torch.empty(plan.tops_elements, dtype=torch.int16, device=device)
+            self._starts = torch.zeros(problem.max_rows + 1, dtype=torch.int32, device=device)
         release = ", released early" if problem.early_release else ""
         self.path = f"score into compact logits, then select as its programmatic dependent{release}: two kernels"
         self._calls: Calls = []
@@ -98,9 +148,6 @@ class Sm90Runner:
         )
         for next_n in problem.next_n:  # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
             backend.launcher(device, backend.kernel, backend.score_config(problem.spec, next_n, "compact", "float32"))
-        self.stream: int = torch._C._cuda_getCurrentRawStream(self.index)
-        self._last_eager, self._last_captured = self.stream, NO_STREAM
-        self.lock = threading.Lock()
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
@@ -116,13 +163,6 @@ class Sm90Runner:
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
-
-    def _take_lengths(self, seq_lens: torch.Tensor) -> None:
-        """Bring lengths that are 64-bit or have gaps into the workspace; see :func:`narrow`. Nothing is allocated."""
-        rows, shape = seq_lens.numel(), seq_lens.shape
-        if seq_lens.dtype == torch.int64:
-            seq_lens = torch.clamp(seq_lens, -1, MOST_INT32, out=self._wide[:rows].view(shape))
-        self._lens[:rows].view(shape).copy_(seq_lens)
 
     def _written_down(self, step: Step, place: Placement, out: Selection, lens: torch.Tensor) -> Calls:
         """The two launches as integers; refuses what the kernels cannot take."""
@@ -164,25 +204,6 @@ class Sm90Runner:
         )
         return self._calls
 
-    def take_turns(self, stream: int) -> None:
-        """Make ``stream``, the current one, wait for the last step of another stream where the host can see that.
-
-        An eager step waits for the last eager one. A captured step waits for the last captured one if that one's stream
-        is part of a capture now: a capture that forks. Replays are not seen here.
-        """
-        captured = capturing()
-        before = self._last_captured if captured else self._last_eager
-        if captured and before == NO_STREAM:
-            before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
-        if before not in (stream, NO_STREAM):
-            other = torch.cuda.ExternalStream(before, device=self._device)  # type: ignore[no-untyped-call]  # torch's
-            if not captured or (before != LEGACY_STREAM and _in_capture(other)):
-                torch.cuda.current_stream(self._device).wait_stream(other)
-        if captured:
-            self._last_captured, self.stream = stream, NO_STREAM  # so that the next step comes here as well
-        else:
-            self._last_captured, self.stream, self._last_eager = NO_STREAM, stream, stream
-
     # Context parallelism does not run here (Sm90Backend.runner refuses it), so nobody comes this way.
 
     def within_limits(self, step: Step) -> Step:
@@ -196,16 +217,6 @@ class Sm90Runner:
     def local_logits(self, step: Step) -> torch.Tensor:
         del step
         raise _no_sharding()
-
-    def check(self) -> None:
-        """Report what kernels flagged since the last check, this indexer's and stateless calls'; synchronises.
-
-        Raises:
-            DeviceFault: the text says what was met and what its result was.
-        """
-        found = [text for text in (self._flags.take(), self._backend.flags(self._device).take()) if text]
-        if found:
-            raise DeviceFault("; ".join(found))
 
 
 class Sm90Relaunch:
@@ -223,7 +234,7 @@ class Sm90Relaunch:
 
     def __init__(
         self,
-        runner: Sm90Runner,
+        runner: StreamWorkspace,
         launches: Callable[..., None],
         take_lengths: Callable[[torch.Tensor], None] | None,
     ) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from keysieve.checks import UnsupportedError, message, refuse, require_int, require_tensor
 from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners, require_timeout
+from keysieve.dcp.group import require_group
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge
 
@@ -82,23 +83,8 @@ class Gather(ContextParallel):
         *,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            refuse(
-                "group",
-                got="no initialised torch.distributed",
-                accepted="a process group",
-                remedy="Call torch.distributed.init_process_group first (backend 'gloo' on CPUs).",
-            )
-        self.group: Any = dist.group.WORLD if group is None else group
-        rank = dist.get_rank(self.group)
-        if rank < 0:
-            refuse(
-                "group",
-                got="a group that this process is not in",
-                accepted="a group with this process",
-                remedy="Build the Gather only on the ranks that share the context.",
-            )
-        super().__init__(dist.get_world_size(self.group), rank, interleave=interleave, sharded=sharded)
+        self.group, world, rank = require_group(group, "Gather")
+        super().__init__(world, rank, interleave=interleave, sharded=sharded)
         self.topn = topn
         self.timeout = require_timeout(timeout)
         self._broken: str | None = None

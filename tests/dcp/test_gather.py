@@ -281,8 +281,8 @@ def test_without_a_process_group_the_refusal_says_what_to_do() -> None:
         ks.dcp.Gather()
 
 
-def test_the_nvlink_exchange_refuses_with_its_reason() -> None:
-    with pytest.raises(ks.UnsupportedError, match=r"not in this version.*Gather"):
+def test_without_a_process_group_an_exchange_says_what_to_do() -> None:
+    with pytest.raises(ks.KeysieveError, match="init_process_group"):
         ks.dcp.Exchange(None, topn=64, interleave=1, sharded=True)
 
 
