@@ -185,6 +185,7 @@ class Sm90Runner(StreamWorkspace):
             blocks=self._blocks,
             words=step.words,
         )
+        limit = min(self.plan.problem.max_context, step.table_keys)
         self._select.select(
             self._logits,
             self._tops,
@@ -194,7 +195,8 @@ class Sm90Runner(StreamWorkspace):
             counts=named(out.counts, "counts"),
             positions=None if out.positions is None else named(out.positions, "positions"),
             starts=self._starts,
-            limit=min(self.plan.problem.max_context, step.table_keys),
+            limit=limit,
+            scored=limit,
             kv_table=None if place.kv_table is None else named(place.kv_table, "kv_table"),
             kv_page=place.kv_page,
             block_rows=place.block_rows,

@@ -11,7 +11,10 @@ One block per row, or a cluster of `config.cluster` blocks. The passes are those
 
 Indices are counted from the 16-byte boundary at or below the row's first element ("virtual"): a row that begins in the
 middle of a 16-byte vector has `head` < 8 virtual keys that do not exist. The kernel waits for its grid dependency
-before its first global read. Nothing global is written but the outputs and the flag word.
+before its first global read, behind a scorer (`scored`) before its first read of anything but the lengths: the scorer
+lets it start only after its own wait, so what was complete before the scorer is complete then. Every block waits
+before it ends, so that whoever waits for this kernel waits for the one in front as well. Nothing global is written but
+the outputs and the flag word, and nothing before the wait.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class Select:
         positions_stride: Int64,
         flags: Int64,
         release: Int32,
+        scored: Int32,
         overlap: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -79,13 +83,17 @@ class Select:
         lens: int32 per row. limit: lengths above it make a row empty and raise a flag. table: int32 `[requests,
         blocks]` or 0 (rows are positions); row_request: int32 per row, the table row to use, or 0 (row // next_n). out,
         positions: int32 `[rows, k]`; counts: int32 `[rows]`; flags: u32 word. release: 1 lets the next kernel of a
-        programmatic chain start early. overlap: 1 launches this one so that it may start early itself.
+        programmatic chain start early. scored (select): 0, or with starts = 0 the limit of lengths that the scorer
+        counted tiles with, which says besides that the lengths were complete before the kernel in front (that scorer)
+        started: they are then read before the grid dependency. overlap: 1 launches this kernel so that it may start
+        early.
         """
         kind = "select" if self.config.maxima else "topk"
         self.kernel.set_name_prefix(f"{kind}_k{self.config.k_class}_c{self.config.cluster}_t{self.config.threads}")
         self.kernel(
             logits, tops, pitch, capacity, starts, lens, lens_stride, next_n, k, limit, table, table_stride,
             row_request, page_log2, block_rows, out, out_stride, counts, positions, positions_stride, flags, release,
+            scored,
         ).launch(
             grid=(rows * Int32(self.config.cluster), 1, 1),
             block=(self.config.threads, 1, 1),
@@ -122,6 +130,7 @@ class Select:
         positions_stride: Int64,
         flags: Int64,
         release: Int32,
+        scored: Int32,
     ) -> None:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -135,26 +144,27 @@ class Select:
         rank = block - row * Int32(config.cluster)
         if cutlass.const_expr(config.cluster > 1):
             places.open_exchange(base, thread, config)
-        ptx.grid_wait()
         fault = Uint32(0)
         if cutlass.const_expr(config.maxima):
+            if scored == Int32(0):
+                ptx.grid_wait()
             length, start, fault = places.compact_row(
-                base, starts, lens, row, next_n, k, limit, capacity, thread, config
+                base, starts, lens, row, next_n, k, limit, scored, capacity, thread, config
             )
             tops_row = tops + (start >> Int64(3))
         else:
+            ptx.grid_wait()
             length, start, fault = places.pitched_row(base, lens, lens_stride, row, limit, pitch, thread, config)
             tops_row = tops + Int64(row) * capacity
-        if release != Int32(0):
-            ptx.grid_launch_dependents()
         steps.mark(base, thread, 1, config)
         where = (table, table_stride, row_request, next_n, page_log2, block_rows, row)
         target = (out, out_stride, positions, positions_stride)
         if length <= k:
+            places.enter(release, config)
             if rank == Int32(0):
                 places.write_all(base, length, k, where, target, thread, config)
         else:
-            self.select_row(base, logits + start, tops_row, length, k, where, target, thread, rank)
+            self.select_row(base, logits + start, tops_row, length, k, where, target, thread, rank, release)
         if thread + rank == Int32(0):
             taken = k
             if length < k:
@@ -178,6 +188,7 @@ class Select:
         target: Any,
         thread: Int32,
         rank: Int32,
+        release: Int32,
     ) -> None:
         """A row of more than K keys, on `active` blocks: all of the cluster's, or the first one alone."""
         config = self.config
@@ -190,9 +201,12 @@ class Select:
         active = Int32(config.cluster)
         if groups <= Int32(config.solo_groups):
             active = Int32(1)
-        if rank < active:
+        if rank >= active:
+            places.enter(release, config)
+        else:
             if cutlass.const_expr(config.cluster > 1):
                 steps.await_cluster(active)
+            places.enter(release, config)
             part = (groups + active - Int32(1)) // active
             two_level = part > Int32(config.held_groups)
             if two_level:
@@ -227,7 +241,7 @@ def _build(config: SelectConfig) -> tuple[Any, tuple[Any, ...]]:
     i64, i32 = Int64(0), Int32(1)
     args = (
         i64, i64, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i64, i64, i32, i32, i64, i64, i64, i64, i64, i64,
-        i32, i32, make_fake_stream(),
+        i32, i32, i32, make_fake_stream(),
     )  # fmt: skip
     return Select(config).__call__, args
 

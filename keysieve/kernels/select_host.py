@@ -111,6 +111,7 @@ class Selector:
         flags: torch.Tensor | None = None,
         release: bool = False,
         chained: bool = False,
+        scored: int = 0,
     ) -> None:
         """Select from logits in the compact layout.
 
@@ -120,7 +121,9 @@ class Selector:
         out, positions: int32 [rows, k], any row stride; counts: int32 [rows], contiguous. kv_table: int32 [requests,
         blocks], any row stride; row_request: int32 [rows], its row for each row. kv_page: a power of two. flags: int32
         flag word, bits as in `schedule`. release: let the next kernel of a programmatic chain start early. chained:
-        launch as a programmatic dependent of the kernel before.
+        launch as a programmatic dependent of the kernel before. scored: the limit the scorer had, where the kernel
+        before is that scorer and seq_lens were complete before it started; they are then read while it runs, tiles are
+        counted from them, and `starts` is not read.
         """
         rows = seq_lens.numel()
         if rows == 0:
@@ -133,13 +136,14 @@ class Selector:
             tops.data_ptr(),
             0,
             capacity,
-            _address(starts),
+            0 if scored else _address(starts),
             seq_lens.data_ptr(),
             1,
             rows,
             next_n,
             *self._outputs(limit, out, counts, positions, kv_table, kv_page, block_rows, row_request, flags),
             int(release),
+            scored,
             int(chained),
         )
 
@@ -199,6 +203,7 @@ class Selector:
                 flags,
             ),
             int(release),
+            0,
             int(chained),
         )
 

@@ -49,6 +49,15 @@ def request_of(row: Int32, next_n: Int32) -> Int32:
     return request
 
 
+@cute.jit
+def enter(release: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
+    """Wait for the kernel in front, if that was not done at the start; then, if asked to, let the next one start."""
+    if cutlass.const_expr(config.maxima):
+        ptx.grid_wait()
+    if release != Int32(0):
+        ptx.grid_launch_dependents()
+
+
 # ---------------------------------------------------------------------------------------------- row geometry
 
 
@@ -61,14 +70,17 @@ def compact_row(
     next_n: Int32,
     k: Int32,
     limit: Int32,
+    scored: Int32,
     capacity: Int64,
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
     """(usable length, byte offset of the row's first logit, flags to raise) in the compact layout. A request that
-    does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms visible."""
+    does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms visible.
+
+    Lengths are read past L1: this may be before the grid dependency."""
     request = request_of(row, next_n)
-    length = ptx.load(lens + Int64(row) * Int64(4), Int32)
+    length = ptx.load(lens + Int64(row) * Int64(4), Int32, "relaxed")
     before = Int32(0)
     tiles = Int32(0)
     if starts != Int64(0):
@@ -78,7 +90,10 @@ def compact_row(
         tiles = after - before
         cute.arch.sync_threads()
     else:
-        before, tiles = count_tiles(base, lens, length, request, next_n, k, limit, thread, config)
+        counted = limit
+        if scored != Int32(0):
+            counted = scored
+        before, tiles = count_tiles(base, lens, length, request, next_n, k, counted, thread, config)
     tile = Int64(before) * Int64(next_n) + Int64(row - request * next_n) * Int64(tiles)
     usable = usable_length(length, limit)
     fault = Uint32(length > limit) << Uint32(FLAG_BAD_LENGTH)
@@ -127,7 +142,7 @@ def longest_row(lens: Int64, request: Int32, next_n: Int32, limit: Int32) -> Int
     """Largest usable length of a request's rows."""
     longest = Int32(0)
     for index in cutlass.range(next_n, unroll=1):
-        one = usable_length(ptx.load(lens + Int64(request * next_n + index) * Int64(4), Int32), limit)
+        one = usable_length(ptx.load(lens + Int64(request * next_n + index) * Int64(4), Int32, "relaxed"), limit)
         if one > longest:
             longest = one
     return longest

@@ -13,7 +13,7 @@ from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, VECTORS, SelectConfig, SharedMap
 from keysieve.kernels.select_host import Selector, config_for, configs_up_to, topk_workspace_bytes
 
-ARGUMENTS = 24  # of the entry, without the stream
+ARGUMENTS = 25  # of the entry, without the stream
 SMS = 132
 
 
@@ -58,8 +58,9 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
     (launch,) = facts.launches
     assert launch.dynamic_shared == config.shared_bytes
     assert launch.programmatic == "run time"
-    assert facts.count(r"griddepcontrol\.wait") == 1
-    assert facts.count(r"griddepcontrol\.launch_dependents") == 1
+    ways = 2 + (config.cluster > 1)  # through the kernel: short rows, long rows, blocks that a shared row spares
+    assert facts.count(r"griddepcontrol\.wait") == (1 + ways if config.maxima else 1)
+    assert facts.count(r"griddepcontrol\.launch_dependents") == ways
     assert facts.count(r"atom\.") == 0, "no atomic's result may decide a position"
     assert facts.count(r"red\.(relaxed\.gpu\.)?global") == 1, "the flag word only"
     assert facts.count(r"ld\.global\.(nc\.)?.*v4") >= VECTORS
@@ -130,6 +131,22 @@ def test_a_select_call_passes_what_the_entry_takes() -> None:
     assert (args[7], args[8], args[9], args[10]) == (4, 2, 100, 160), "rows, next_n, k, what ten blocks of 16 hold"
     assert args[12:16] == (12, 0, 4, 20)
     assert args[17] == 104
+    assert args[22:] == (0, 0, 0), "release, scored, chained"
+
+
+def test_behind_a_scorer_select_counts_tiles_by_its_limit() -> None:
+    """What a table holds makes rows empty; where the others lie depends on the scorer's own limit."""
+    seen = Recorder()
+    use = Selector(seen.make, k=100, max_rows=8, max_len=50_000, sms=SMS, maxima=True)
+    lens = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    logits, tops = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16)
+    table, starts = torch.zeros(2, 10, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    given = outputs(4, 100) | {"limit": 9000, "kv_table": table, "kv_page": 16, "starts": starts, "chained": True}
+    use.select(logits, tops, lens, 2, scored=9000, **given)
+    use.select(logits, tops, lens, 2, **given)
+    (_, ahead), (_, behind) = seen.calls
+    assert (ahead[4], ahead[10], ahead[22:]) == (0, 160, (0, 9000, 1))
+    assert (behind[4], behind[10], behind[22:]) == (starts.data_ptr(), 160, (0, 0, 1))
 
 
 def test_a_topk_call_passes_what_the_entry_takes() -> None:
