@@ -1,0 +1,134 @@
+"""The exchange's kernels: what can be asked for. No cutlass here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keysieve.kernels.base import ARCHS, Kernel
+from keysieve.spec import MAX_TOPK, MAX_WORLD, candidate_words
+
+MAX_PLANES = 10
+"""Index planes of a candidate row, at most."""
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """What the code of `exchange_push` is specialised by. threads: of a block, which works on one row."""
+
+    threads: int = 512
+
+    @property
+    def shared_bytes(self) -> int:
+        """One candidate row with its padding word."""
+        return 4 * (candidate_words(MAX_TOPK, MAX_PLANES) + 4)
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """What the code of `exchange_merge` is specialised by.
+
+    Attributes:
+        tagged: whether words come as tagged pairs that peers push; else as candidate rows in ordinary memory.
+        held: words of a row's first lists, of all ranks together, that shared memory has room for; longer ones are
+            read again from L2.
+        k_class: largest K.
+        threads: of a block, which works on one row.
+    """
+
+    tagged: bool = True
+    held: int = 4096
+    k_class: int = 2048
+    threads: int = 512
+
+    @property
+    def shared_bytes(self) -> int:
+        return MergeMap.of(self).total
+
+
+@dataclass(frozen=True)
+class MergeMap:
+    """Byte offsets in the block's shared memory."""
+
+    high: int  # u32 [2048]: counts of the upper 11 bits
+    low: int  # u32 [512]: counts of the lower 5 bits, or of a digit of ids
+    cleared: int  # bytes from 0 that are zeroed for every selection
+    found: int  # u32 [16]: what one warp tells the others
+    sums: int  # u32 [32]: a word a warp
+    rejected: int  # u32 [16]: per source, whether an entry of its list was rejected
+    begins: int  # u32 [17]: winners of lower sources
+    bases: int  # u64 [16]: address of each source's list
+    steps: int  # u32 [16]: bytes from word to word of it
+    ties: int  # u32 [512]: ids of equal keys
+    winners: int  # u32 [k_class]: ids, source by source
+    planes: int  # u32 [10 * k_class / 32]: index planes of a second list
+    words: int  # u32 [held]: the first lists
+    total: int
+
+    @staticmethod
+    def of(config: MergeConfig) -> MergeMap:
+        at: dict[str, int] = {}
+        place = 0
+        sizes = (
+            ("high", 4 * 2048),
+            ("low", 4 * 512),
+            ("found", 64),
+            ("sums", 128),
+            ("rejected", 64),
+            ("begins", 128),
+            ("bases", 128),
+            ("steps", 64),
+            ("ties", 4 * TIES),
+            ("winners", 4 * config.k_class),
+            ("planes", 4 * MAX_PLANES * config.k_class // 32),
+            ("words", 4 * config.held),
+        )
+        for name, size in sizes:
+            at[name] = place
+            place += size
+        return MergeMap(cleared=4 * 2048 + 4 * 512, total=place, **at)
+
+
+TIES = 512
+"""Equal keys at the threshold up to which they are ranked against each other; more are selected digit by digit."""
+
+HELD: tuple[int, ...] = (4096, 12288)
+K_CLASSES: tuple[int, ...] = (2048, 4096)
+
+
+def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
+    """The configuration for lists of `words` words from `world` ranks."""
+    if not 1 <= world <= MAX_WORLD:
+        raise ValueError(f"world {world}: 1..{MAX_WORLD}")
+    k_class = next(c for c in K_CLASSES if k <= c)
+    held = HELD[0] if world * words <= HELD[0] else HELD[1]
+    return MergeConfig(tagged, held, k_class)
+
+
+def _push(arch: str) -> Iterable[PushConfig]:
+    del arch
+    return [PushConfig()]
+
+
+def _merge(arch: str) -> Iterable[MergeConfig]:
+    del arch
+    return [MergeConfig(tagged, held, k) for tagged in (True, False) for held in HELD for k in K_CLASSES]
+
+
+PUSH = Kernel(
+    name="exchange_push",
+    entry="keysieve.kernels.exchange_push:build",
+    config=PushConfig,
+    archs=ARCHS,
+    admitted=_push,
+    max_registers=64,
+)
+MERGE = Kernel(
+    name="exchange_merge",
+    entry="keysieve.kernels.exchange_merge:build",
+    config=MergeConfig,
+    archs=ARCHS,
+    admitted=_merge,
+    max_registers=128,
+)
+KERNELS: tuple[Kernel, ...] = (PUSH, MERGE)

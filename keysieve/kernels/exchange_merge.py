@@ -1,0 +1,230 @@
+"""Merging the candidate rows of all ranks: this rank's winners, and all winners' positions on request.
+
+One block a row. With tagged pairs (`config.tagged`) the block first accepts every half of every pair from all ranks,
+then compares signatures; ranks that are saturated by the exact rule offer their local top-K in a second round, inside
+this kernel (`exchange_rescue`). The row's epoch is stored when all has been read. Without tags the lists lie in
+ordinary memory (`words`), and so do second lists (`second`), if there are any.
+
+The K best by (key16 descending, id ascending), ids being global positions: histogram of the upper 11 bits, histogram of
+the lower 5 in the threshold bin, then a cut among the ids of equal keys. Nothing depends on the order of arrival.
+
+Rows are started in ascending order where that matters (`ordered`): blocks draw their row from a counter, because a
+block in the second round waits for the same row's block on another rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from keysieve.device import ptx
+from keysieve.kernels import exchange_rescue as rescue
+from keysieve.kernels import exchange_rows as output
+from keysieve.kernels import exchange_select as choose
+from keysieve.kernels import exchange_words as arrival
+from keysieve.kernels.exchange_config import MergeConfig, MergeMap
+from keysieve.kernels.exchange_select import Lists
+from keysieve.kernels.flags import FLAG_BAD_LENGTH
+from keysieve.kernels.sharding import local_length
+
+
+class Merge:
+    """The kernel for one configuration; `__call__` is the host entry that is compiled."""
+
+    def __init__(self, config: MergeConfig) -> None:
+        self.config = config
+        self.map = MergeMap.of(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: Int64,
+        slots: Int64,
+        recv: Int64,
+        arrived: Int64,
+        max_rows: Int32,
+        recv_pitch: Int32,
+        rescued: Int32,
+        epoch: Int64,
+        seq2: Int64,
+        ticket: Int64,
+        words: Int64,
+        second: Int64,
+        source_stride: Int64,
+        row_stride: Int64,
+        second_source_stride: Int64,
+        second_row_stride: Int64,
+        logits: Int64,
+        pitch: Int64,
+        lens: Int64,
+        rows: Int32,
+        next_n: Int32,
+        limit: Int32,
+        local_limit: Int32,
+        k: Int32,
+        n: Int32,
+        planes: Int32,
+        world: Int32,
+        rank: Int32,
+        interleave: Int32,
+        site: Int32,
+        table: Int64,
+        table_stride: Int64,
+        page_log2: Int32,
+        block_rows: Int32,
+        out: Int64,
+        out_stride: Int64,
+        counts: Int64,
+        positions: Int64,
+        positions_stride: Int64,
+        flags: Int64,
+        report: Int64,
+        timeout_ns: Int64,
+        ordered: Int32,
+        release: Int32,
+        overlap: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Addresses are byte addresses (0: absent), strides and pitches are in elements.
+
+        Tagged: peers, int64 per rank, the blocks' addresses; slots, recv, arrived: offsets in a block; recv_pitch:
+        words from second list to second list, of which a row has `rescued`; epoch u32 and seq2 int64 per row; ticket:
+        u32 `[64]`; logits: this rank's canonical BF16 rows, `pitch` apart. Untagged: words, second: int32 lists, their
+        strides from source to source and from row to row.
+        lens: int32 per row, global lengths (0: unknown, untagged only). limit, local_limit: a row whose global or local
+        length is above them has been pushed as an empty one. table .. positions_stride: as for `select`. report: 64
+        bytes of host memory; timeout_ns: the longest wait. ordered: 1 draws rows from the counter.
+        """
+        kind = "tagged" if self.config.tagged else "plain"
+        self.kernel.set_name_prefix(f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}")
+        self.kernel(
+            peers, slots, recv, arrived, max_rows, recv_pitch, rescued, epoch, seq2, ticket, words, second,
+            source_stride, row_stride, second_source_stride, second_row_stride, logits, pitch, lens, rows, next_n,
+            limit, local_limit, k, n, planes, world, rank, interleave, site, table, table_stride, page_log2, block_rows,
+            out, out_stride, counts, positions, positions_stride, flags, report, timeout_ns, ordered, release,
+        ).launch(
+            grid=(rows, 1, 1),
+            block=(self.config.threads, 1, 1),
+            smem=self.config.shared_bytes,
+            stream=stream,
+            use_pdl=overlap,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: Int64,
+        slots: Int64,
+        recv: Int64,
+        arrived: Int64,
+        max_rows: Int32,
+        recv_pitch: Int32,
+        rescued: Int32,
+        epoch: Int64,
+        seq2: Int64,
+        ticket: Int64,
+        words: Int64,
+        second: Int64,
+        source_stride: Int64,
+        row_stride: Int64,
+        second_source_stride: Int64,
+        second_row_stride: Int64,
+        logits: Int64,
+        pitch: Int64,
+        lens: Int64,
+        rows: Int32,
+        next_n: Int32,
+        limit: Int32,
+        local_limit: Int32,
+        k: Int32,
+        n: Int32,
+        planes: Int32,
+        world: Int32,
+        rank: Int32,
+        interleave: Int32,
+        site: Int32,
+        table: Int64,
+        table_stride: Int64,
+        page_log2: Int32,
+        block_rows: Int32,
+        out: Int64,
+        out_stride: Int64,
+        counts: Int64,
+        positions: Int64,
+        positions_stride: Int64,
+        flags: Int64,
+        report: Int64,
+        timeout_ns: Int64,
+        ordered: Int32,
+        release: Int32,
+    ) -> None:
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
+        lists = Lists(config, base, thread, world, rank, interleave, n, k, planes)
+        choose.clear(lists)
+        ptx.grid_wait()
+        row = block
+        if ordered != Int32(0):
+            row = output.draw_row(lists, ticket, rows)
+        length = Int32(0)
+        if lens != Int64(0):
+            length = ptx.load(lens + Int64(row) * Int64(4), Int32)
+        usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
+        if cutlass.const_expr(config.tagged):
+            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
+            call = (Uint32(rows) << Uint32(16)) | Uint32(site)
+            mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)
+            wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
+            arrival.accept(lists, wait, mine + slots, max_rows, row)
+        else:
+            choose.list_plain(lists, words, source_stride, row_stride, row)
+        choose.select(lists, cutlass.const_expr(config.tagged))
+        if n < k:
+            saturated = choose.saturated(lists, usable, lens != Int64(0))
+            if saturated != Uint32(0):
+                if cutlass.const_expr(config.tagged):
+                    local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+                    address = logits + Int64(row) * pitch * Int64(2)
+                    rescue.second_round(
+                        lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
+                        seq2, row,
+                    )  # fmt: skip
+                else:
+                    choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
+                choose.clear(lists)
+                choose.select(lists, False)
+        output.compact(lists)
+        where = (table, table_stride, next_n, page_log2, block_rows)
+        output.write_owned(lists, row, where, out, out_stride, counts)
+        if positions != Int64(0):
+            output.write_positions(lists, row, positions, positions_stride)
+        cute.arch.sync_threads()
+        if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
+            if cutlass.const_expr(config.tagged):
+                ptx.store(epoch + Int64(row) * Int64(4), tag)
+                if flags != Int64(0):
+                    owned = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+                    if length > limit or owned > local_limit:
+                        ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
+        if release != Int32(0):
+            cute.arch.sync_threads()
+            ptx.grid_launch_dependents()
+
+
+def build(config: MergeConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """Jit function and fake arguments."""
+    del arch
+    i64, i32 = Int64(0), Int32(1)
+    args = (
+        *([i64] * 4), *([i32] * 3), *([i64] * 12), *([i32] * 11), i64, i64, i32, i32, *([i64] * 8), i32, i32, i32,
+        make_fake_stream(),
+    )  # fmt: skip
+    return Merge(config).__call__, args

@@ -1,0 +1,203 @@
+"""The second round of a row: a saturated rank's local top-K to every rank, and everybody's wait for those lists.
+
+The rank's own logits are read again (they are kept until the next call's scorer, which waits for this merge). Only keys
+that reach the first round's threshold can win, so only those are counted; the list may therefore be shorter than K, and
+its unused entries are empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from keysieve.device import keys, ptx, scan
+from keysieve.kernels import exchange_select as choose
+from keysieve.kernels import exchange_words as arrival
+from keysieve.kernels.exchange_select import FOUND_ABOVE, FOUND_THRESHOLD
+
+GROUP = 8
+"""Keys of a 16-byte vector of logits."""
+
+
+@cute.jit
+def second_round(
+    lists: Any,
+    wait: Any,
+    saturated: Uint32,
+    logits: Int64,
+    length: Int32,
+    peers: Int64,
+    recv: Int64,
+    arrived: Int64,
+    max_rows: Int32,
+    recv_pitch: Int32,
+    rescued: Int32,
+    seq2: Int64,
+    row: Int32,
+) -> None:
+    """Exchange second lists, and describe them in place of the saturated ranks' first ones. length: this rank's."""
+    number = ptx.load(seq2 + Int64(row) * Int64(8), Int64) + Int64(1)
+    if ((saturated >> Uint32(lists.rank)) & Uint32(1)) != Uint32(0):
+        below = (Uint32(1) << Uint32(lists.rank)) - Uint32(1)
+        index = Int32(cute.arch.popc(saturated & below))
+        threshold = ptx.load_shared(lists.note(FOUND_THRESHOLD))
+        make_list(lists, logits, length, threshold)
+        place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
+        send_list(lists, peers, place)
+        ptx.fence("sys")
+        cute.arch.sync_threads()
+        if lists.thread < lists.world:
+            block = ptx.load(peers + Int64(lists.thread) * Int64(8), Int64)
+            flag = arrived + (Int64(lists.rank) * Int64(max_rows) + Int64(row)) * Int64(8)
+            ptx.store(block + flag, number, "release", "sys")
+    mine = ptx.load(peers + Int64(lists.rank) * Int64(8), Int64)
+    if lists.thread < lists.world:
+        bit = Uint32(1) << Uint32(lists.thread)
+        if (saturated & bit) != Uint32(0):
+            flag = mine + arrived + (Int64(lists.thread) * Int64(max_rows) + Int64(row)) * Int64(8)
+            arrival.wait_flag(wait, flag, number, Uint32(lists.thread))
+            ptx.fence("sys")
+    cute.arch.sync_threads()
+    if lists.thread < lists.world:
+        bit = Uint32(1) << Uint32(lists.thread)
+        if (saturated & bit) != Uint32(0):
+            index = Int32(cute.arch.popc(saturated & (bit - Uint32(1))))
+            place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
+            choose.describe(lists, lists.thread, mine + place, Int32(4), lists.k)
+    if lists.thread == Int32(0):
+        ptx.store(seq2 + Int64(row) * Int64(8), number)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def load_keys(logits: Int64, group: Int32, length: Int32, least: Uint32) -> Any:
+    """Eight key16 of a row, 0 for those beyond its length or below `least`."""
+    words = [Uint32(0) for _ in range(4)]
+    if group * Int32(GROUP) < length:
+        loaded = ptx.load_v4(logits + Int64(group) * Int64(16))
+        for part in cutlass.range_constexpr(4):
+            words[part] = keys.key16x2(loaded[part])
+    found = [Uint32(0) for _ in range(GROUP)]
+    for part in cutlass.range_constexpr(GROUP):
+        key = (words[part // 2] >> Uint32(16 * (part % 2))) & Uint32(0xFFFF)
+        inside = Uint32(group * Int32(GROUP) + Int32(part) < length) * Uint32(key >= least)
+        found[part] = key * inside
+    return found
+
+
+@cute.jit
+def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
+    """The row's first K keys of at least `least`, as candidate words in `winners` and planes in `plane_words`."""
+    threads = lists.config.threads
+    thread = lists.thread
+    lane = thread & Int32(31)
+    k = lists.k
+    groups = (k + Int32(31)) >> Int32(5)
+    cute.arch.sync_threads()  # everybody has read what is cleared now
+    choose.clear(lists)
+    for index in cutlass.range(thread, k, threads, unroll=1):
+        ptx.store_shared(lists.winners + Uint32(index) * Uint32(4), Uint32(0))
+    for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
+        ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
+    cute.arch.sync_threads()
+    vectors = (length + Int32(GROUP - 1)) >> Int32(3)
+    for group in cutlass.range(thread, vectors, threads, unroll=1):
+        found = load_keys(logits, group, length, least)
+        for part in cutlass.range_constexpr(GROUP):
+            if found[part] != Uint32(0):
+                scan.histogram_add(lists.high, found[part] >> Uint32(5))
+    cute.arch.sync_threads()
+    if thread < Int32(32):
+        digit, above, _equal = scan.warp_find_digit(lists.high, k, lane, 2048)
+        if lane == Int32(0):
+            ptx.store_shared(lists.note(FOUND_THRESHOLD), Uint32(digit))
+            ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above))
+    cute.arch.sync_threads()
+    digit = ptx.load_shared(lists.note(FOUND_THRESHOLD))
+    above = Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
+    for group in cutlass.range(thread, vectors, threads, unroll=1):
+        found = load_keys(logits, group, length, least)
+        for part in cutlass.range_constexpr(GROUP):
+            if found[part] != Uint32(0) and (found[part] >> Uint32(5)) == digit:
+                scan.histogram_add(lists.low, found[part] & Uint32(31))
+    cute.arch.sync_threads()
+    if thread < Int32(32):
+        lower, more, _equal = scan.warp_find_digit(lists.low, k - above, lane, 32)
+        if lane == Int32(0):
+            ptx.store_shared(lists.note(FOUND_THRESHOLD), (digit << Uint32(5)) | Uint32(lower))
+            ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above + more))
+    cute.arch.sync_threads()
+    threshold = ptx.load_shared(lists.note(FOUND_THRESHOLD))
+    need = k - Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
+    collect(lists, logits, length, least, threshold, need, vectors)
+
+
+@cute.jit
+def collect(
+    lists: Any, logits: Int64, length: Int32, least: Uint32, threshold: Uint32, need: Int32, vectors: Int32
+) -> None:
+    """Keys above the threshold and the first `need` equal ones, in ascending index. Ends with a block barrier."""
+    threads = lists.config.threads
+    thread = lists.thread
+    before_above = Int32(0)
+    before_equal = Int32(0)
+    groups = (lists.k + Int32(31)) >> Int32(5)
+    for start in cutlass.range(0, vectors, threads, unroll=1):
+        group = Int32(start) + thread
+        found = load_keys(logits, group, length, least)
+        above = Int32(0)
+        equal = Int32(0)
+        for part in cutlass.range_constexpr(GROUP):
+            above = above + Int32(found[part] > threshold)
+            equal = equal + Int32(found[part] == threshold) * Int32(found[part] != Uint32(0))
+        packed = above | (equal << Int32(16))
+        lower, total = scan.block_exclusive(packed, lists.sums, thread, threads // 32)
+        place_above = before_above + (lower & Int32(0xFFFF))
+        place_equal = before_equal + (lower >> Int32(16))
+        for part in cutlass.range_constexpr(GROUP):
+            key = found[part]
+            over = key > threshold
+            same = key == threshold and key != Uint32(0)
+            if over or (same and place_equal < need):
+                kept = place_equal
+                if kept > need:
+                    kept = need
+                place = place_above + kept
+                put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
+            place_above = place_above + Int32(over)
+            place_equal = place_equal + Int32(same)
+        before_above = before_above + (total & Int32(0xFFFF))
+        before_equal = before_equal + (total >> Int32(16))
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def put(lists: Any, place: Int32, key: Uint32, index: Int32, groups: Int32) -> None:
+    """Entry `place` of the second list being made."""
+    ptx.store_shared(lists.winners + Uint32(place) * Uint32(4), keys.candidate_word(key, index))
+    upper = Uint32(index) >> Uint32(16)
+    for plane in cutlass.range(lists.planes, unroll=1):
+        bit = (upper >> Uint32(plane)) & Uint32(1)
+        if bit != Uint32(0):
+            word = plane * groups + (place >> Int32(5))
+            address = lists.plane_words + Uint32(word) * Uint32(4)
+            ptx.red_shared(address, Uint32(1) << (Uint32(place) & Uint32(31)), "or")
+
+
+@cute.jit
+def send_list(lists: Any, peers: Int64, place: Int64) -> None:
+    """The list made by `make_list` to offset `place` of every rank's block."""
+    groups = (lists.k + Int32(31)) >> Int32(5)
+    count = lists.k + lists.planes * groups
+    for word in cutlass.range(lists.thread, count, lists.config.threads, unroll=1):
+        value = Uint32(0)
+        if word < lists.k:
+            value = ptx.load_shared(lists.winners + Uint32(word) * Uint32(4))
+        else:
+            value = ptx.load_shared(lists.plane_words + Uint32(word - lists.k) * Uint32(4))
+        for target in cutlass.range(lists.world, unroll=1):
+            block = ptx.load(peers + Int64(target) * Int64(8), Int64)
+            ptx.store(block + place + Int64(word) * Int64(4), value, "relaxed", "sys")
