@@ -1,4 +1,4 @@
-"""Times of the selection kernels: `python -m keysieve.bench.select [--out FILE] [--peers] [--quick]`.
+"""Times of the selection kernels: `python -m keysieve.bench.select [--out FILE] [--peers] [--only NAMES] [--quick]`.
 
 Every case first passes an exactness gate (bitwise against a stable sort of the same logits, on the device); a failing
 case ends the run. Then `select` (maxima given) and `topk` (computed) are timed as `timing.py` says, with physical rows
@@ -242,6 +242,20 @@ def measure(case: Case, kind: str, k: int, peers: bool, device: torch.device) ->
     return made
 
 
+def warm_peers(device: torch.device) -> None:
+    """Call every peer once on a small case, so that those which compile when first used have; prints what it took."""
+    inputs = Inputs(uniform(1, 4096), "gaussian", 2048, 1, device)
+    for name, call in peer_calls(inputs).items():
+        begun = time.perf_counter()
+        try:
+            call(0)
+            torch.cuda.synchronize(device)
+            state = "ready"
+        except Exception as error:
+            state = f"{type(error).__name__}: {error}"[:300]
+        print(f"{name}: {state} after {time.perf_counter() - begun:.1f} s", flush=True)
+
+
 def cases(quick: bool) -> list[tuple[Case, str, int]]:
     """(case, kind, K), the most important first."""
     shapes = SHAPES[:3] if quick else SHAPES
@@ -261,12 +275,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="time other top-k kernels that can be imported")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case, and time no peer, after this long")
     parser.add_argument("--quick", action="store_true", help="three shapes only")
+    parser.add_argument("--only", default="", help="comma list of case names, such as 1x4K,bimodal")
+    parser.add_argument("--kinds", default="", help=f"comma list of {', '.join(KINDS)}")
+    parser.add_argument("--warm-peers", action="store_true", help="only build the peers that compile when first used")
     args = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
+    if args.warm_peers:
+        warm_peers(device)
+        return 0
+    names, kinds = ({*filter(None, text.split(","))} for text in (args.only, args.kinds))
     torch.manual_seed(20)
     print(f"{'case':>16} {'kind':>9} {'K':>5} {'select':>8} {'topk':>8}  peers (us)")
     begun = time.perf_counter()
     for case, kind, k in cases(args.quick):
+        if (names and case.name not in names) or (kinds and kind not in kinds):
+            continue
         left = args.seconds - (time.perf_counter() - begun)
         if left < 0:
             print(f"{case.name:>16} {kind:>9} {k:>5}  not measured: the time given is up", flush=True)
