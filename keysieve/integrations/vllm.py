@@ -1,0 +1,179 @@
+"""vLLM's sparse indexer on keysieve: its paged logits and its decode top-k, replaced where vLLM calls them.
+
+    import keysieve.integrations.vllm as ks_vllm
+
+    ks_vllm.patch()    # before the engine captures graphs; ks_vllm.unpatch() takes it back
+
+vLLM's ``sparse_attn_indexer`` computes decode logits with ``fp8_fp4_paged_mqa_logits`` and hands them to a
+``SparseIndexerTopk``. The patch replaces these two, and the conversion to float32 between them, inside
+``vllm.model_executor.layers.sparse_attn_indexer``: logits are then keysieve's BF16 ones and the selection is exact,
+ascending, with ties to the lower position: the same on every tensor-parallel rank. Prefill stays vLLM's.
+
+Every function is also usable alone: :func:`paged_logits`, :class:`Topk`. An engine that can give up its logits should
+call :class:`keysieve.DecodeIndexer` instead, which does both in one call.
+
+Read against vLLM 0.33.0. Refused: requests picked by ``indices``, decode context parallelism and two-level candidate
+blocks, which need other logits than these.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from keysieve.api import topk
+from keysieve.checks import KeysieveError, refuse
+from keysieve.compat import deep_gemm
+
+MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
+_originals: dict[str, Any] = {}
+
+
+def paged_logits(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    schedule_metadata: torch.Tensor | None,
+    max_model_len: int,
+    clean_logits: bool = False,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In place of vLLM's ``fp8_fp4_paged_mqa_logits``: bfloat16 ``[requests * next_n, max_model_len]``.
+
+    Args:
+        q: ``(codes, scale words or None)``: E4M3 ``[requests, next_n, heads, 128]``, or MXFP4's bytes ``[.., 64]`` with
+            int32 words ``[requests, next_n, heads]``.
+        kv_cache: uint8 ``[pages, 64, 1, 132 | 68]``, any 16-byte page stride.
+        weights: ``[requests * next_n, heads]``; more rows than there are are ignored.
+        context_lens: int32 ``[requests, next_n]`` or ``[requests, 1]``.
+        block_tables: int32 ``[requests, columns]``; more rows than there are are ignored.
+        schedule_metadata, clean_logits: not read.
+        max_model_len: width of the result.
+
+    Raises:
+        KeysieveError: what :func:`keysieve.compat.deep_gemm.fp8_fp4_paged_mqa_logits` refuses.
+    """
+    codes = q[0]
+    requests, rows = codes.shape[0], codes.shape[0] * codes.shape[1]
+    width = min(max_model_len, block_tables.shape[1] * 64)
+    return deep_gemm.fp8_fp4_paged_mqa_logits(
+        q,
+        kv_cache,
+        weights[:rows],
+        context_lens,
+        block_tables[:requests],
+        schedule_metadata,
+        width,
+        clean_logits,
+        indices=indices,
+    )
+
+
+def row_lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
+    """int32 ``[rows]``: vLLM's lengths ``[requests, next_n]`` as they are, or from each request's last row's length."""
+    if seq_lens.numel() == rows:
+        return seq_lens.reshape(rows)
+    before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=seq_lens.device)
+    return (seq_lens.reshape(-1, 1) + before).clamp_min(0).to(torch.int32).reshape(rows)
+
+
+class Topk:
+    """In place of vLLM's ``SparseIndexerTopk``: the exact top-k of BF16 decode logits."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        seq_lens: torch.Tensor,
+        next_n: int,
+        topk_indices: torch.Tensor,
+        topk_tokens: int,
+        max_seq_len: int,
+    ) -> None:
+        """Write positions within each request, ascending, -1 past the winners, into ``topk_indices``.
+
+        Args:
+            logits: bfloat16 ``[rows, width]``.
+            seq_lens: int32 ``[requests, next_n]``, ``[requests, 1]`` or ``[requests]``.
+            topk_indices: int32 ``[rows, topk_tokens]``, any row stride.
+            topk_tokens: 1..4096.
+            max_seq_len: not read.
+
+        Raises:
+            KeysieveError: logits that are not keysieve's BF16 ones, or buffers that do not fit. Nothing was written.
+        """
+        del max_seq_len
+        if logits.dtype != torch.bfloat16:
+            refuse(
+                "logits",
+                got=str(logits.dtype),
+                accepted="torch.bfloat16",
+                remedy="Patch the logits too (keysieve.integrations.vllm.patch does): a rounding of float32 logits "
+                "would make scores equal that are not.",
+            )
+        rows = logits.shape[0]
+        topk(logits, row_lengths(seq_lens, next_n, rows), topk_tokens, out=topk_indices[:rows, :topk_tokens])
+
+
+def _keep(logits: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+    """In place of the widening to float32: BF16 logits are what the top-k takes."""
+    del row_ends
+    return logits
+
+
+def _unsupported(what: str) -> Any:
+    def refuse_it(*_args: Any, **_kwargs: Any) -> None:
+        raise KeysieveError(
+            f"{what}: got a call; accepted: none while vLLM's indexer is patched. Run it without "
+            "keysieve.integrations.vllm.patch(), or with keysieve.DecodeIndexer(dcp=...) in its place."
+        )
+
+    return refuse_it
+
+
+def patch() -> None:
+    """Replace vLLM's decode logits and top-k by keysieve's. A second call changes nothing.
+
+    Raises:
+        KeysieveError: this vLLM has no such names (another version); nothing was changed.
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    if _originals:
+        return
+    module = importlib.import_module(MODULE)
+    chosen = Topk()
+    new = {
+        "fp8_fp4_paged_mqa_logits": paged_logits,
+        "as_fp32_logits": _keep,
+        "get_indexer_topk": lambda backend: chosen,  # noqa: ARG005  # vLLM's own choice of a backend is not asked
+        "_merge_dcp_topk_global": _unsupported("vLLM's decode context parallelism"),
+        "_select_candidate_blocks": _unsupported("vLLM's candidate blocks"),
+        "_apply_candidate_mask": _unsupported("vLLM's candidate blocks"),
+    }
+    missing = [name for name in new if not hasattr(module, name)]
+    if missing:
+        refuse(
+            "vllm",
+            got=f"a version without {', '.join(missing)}",
+            accepted="one whose sparse_attn_indexer has them (0.33)",
+            remedy="Call paged_logits and Topk of this module where that version computes logits and selects.",
+        )
+    for name, function in new.items():
+        _originals[name] = getattr(module, name)
+        setattr(module, name, function)
+
+
+def unpatch() -> None:
+    """Put vLLM's own functions back. Without a patch nothing happens."""
+    if not _originals:
+        return
+    module = importlib.import_module(MODULE)
+    for name, function in _originals.items():
+        setattr(module, name, function)
+    _originals.clear()
+
+
+__all__ = ["Topk", "paged_logits", "patch", "row_lengths", "unpatch"]
