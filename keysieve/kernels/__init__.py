@@ -11,5 +11,6 @@ CONFIG_MODULES: tuple[str, ...] = (
     "keysieve.kernels.sm100_score_config",
     "keysieve.kernels.select_config",
     "keysieve.kernels.exchange_config",
+    "keysieve.kernels.local_topk_config",
 )
 """Modules that hold one `KERNEL` (a `keysieve.kernels.base.Kernel`) or a tuple `KERNELS`."""

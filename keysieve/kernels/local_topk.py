@@ -1,0 +1,279 @@
+"""A rank's N best keys of every row, as candidate rows: words for the exchange, pushed as tagged pairs or written.
+
+One block a row. The passes are those of `keysieve/models/local_topk.py`:
+
+* a row of at most N keys offers all of them;
+* the N-th largest of groups' maxima bounds the N-th largest key from below: the keys that reach the bound go through a
+  shared list in index order; a histogram of the 2,048 values from the bound on gives the threshold, and the list's
+  entries that reach it are the row's;
+* where the list has no room for them (many equal keys, or a bound that is worth little) the same histogram is made of
+  all keys, and exactly N are listed.
+
+The kernel waits for its grid dependency before its first global read, but for lengths that are `settled`: complete
+before the kernel in front started, which triggers only after its own wait. Every pair of a row is pushed, padding and
+signature included, for an empty row as well: the merge waits for all of them. The row's epoch is read once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from keysieve.device import keys, packed, ptx
+from keysieve.kernels import local_topk_steps as steps
+from keysieve.kernels.flags import FLAG_BAD_LENGTH
+from keysieve.kernels.local_topk_config import LocalMap, LocalTopkConfig
+from keysieve.kernels.local_topk_steps import Row
+from keysieve.kernels.sharding import local_length
+
+
+class LocalTopk:
+    """The kernel for one configuration; `__call__` is the host entry that is compiled."""
+
+    def __init__(self, config: LocalTopkConfig) -> None:
+        self.config = config
+        self.map = LocalMap.of(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: Int64,
+        pitch: Int64,
+        lens: Int64,
+        lens_stride: Int64,
+        rows: Int32,
+        n: Int32,
+        planes: Int32,
+        limit: Int32,
+        local_limit: Int32,
+        words: Int64,
+        words_stride: Int64,
+        counts: Int64,
+        peers: Int64,
+        slots: Int64,
+        max_rows: Int32,
+        world: Int32,
+        rank: Int32,
+        interleave: Int32,
+        epoch: Int64,
+        site: Int32,
+        flags: Int64,
+        settled: Int32,
+        release: Int32,
+        overlap: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Addresses are byte addresses (0: absent), strides and pitch are in elements.
+
+        logits: BF16 rows, `pitch` apart; 16-byte aligned, `pitch` a multiple of 8, and a row's last vector is readable.
+        lens: int32 per row, global lengths (push) or local ones. limit: a longer row, local_limit: one with more local
+        keys is empty and raises a flag. words: int32 `[rows, n + planes * ceil(n / 32)]`; counts: int32 `[rows]`.
+        peers: int64 per rank, the blocks' addresses; slots: offset of the slots in a block, of `max_rows` rows; epoch:
+        u32 per row. settled: 1 reads lengths before the grid dependency. release, overlap: as for `select`.
+        """
+        kind = "local_push" if self.config.push else "local_topk"
+        self.kernel.set_name_prefix(f"{kind}_n{self.config.n_class}_t{self.config.threads}_h{self.config.held}")
+        self.kernel(
+            logits, pitch, lens, lens_stride, rows, n, planes, limit, local_limit, words, words_stride, counts, peers,
+            slots, max_rows, world, rank, interleave, epoch, site, flags, settled, release,
+        ).launch(
+            grid=(rows, 1, 1),
+            block=(self.config.threads, 1, 1),
+            smem=self.config.shared_bytes,
+            stream=stream,
+            use_pdl=overlap,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        logits: Int64,
+        pitch: Int64,
+        lens: Int64,
+        lens_stride: Int64,
+        rows: Int32,
+        n: Int32,
+        planes: Int32,
+        limit: Int32,
+        local_limit: Int32,
+        words: Int64,
+        words_stride: Int64,
+        counts: Int64,
+        peers: Int64,
+        slots: Int64,
+        max_rows: Int32,
+        world: Int32,
+        rank: Int32,
+        interleave: Int32,
+        epoch: Int64,
+        site: Int32,
+        flags: Int64,
+        settled: Int32,
+        release: Int32,
+    ) -> None:
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
+        for place in cutlass.range(thread, self.map.cleared // 16, config.threads, unroll=1):
+            ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+        if settled == Int32(0):
+            ptx.grid_wait()
+        length = ptx.load(lens + Int64(row) * lens_stride * Int64(4), Int32, "relaxed")
+        if settled != Int32(0):
+            ptx.grid_wait()
+        if release != Int32(0):
+            ptx.grid_launch_dependents()
+        tag = Uint32(0)
+        if cutlass.const_expr(config.push):
+            tag = self.tag_of(peers, epoch, row)
+        length = length * Int32(length > Int32(0))
+        fault = length > limit
+        usable = length * Int32(length <= limit)
+        if cutlass.const_expr(config.push):
+            usable = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+        fault = fault or usable > local_limit
+        usable = usable * Int32(usable <= local_limit)
+        handle = Row(config, base, thread, logits + Int64(row) * pitch * Int64(2), usable)
+        if usable > n:
+            self.find(handle, n)
+        else:
+            self.take_all(handle, n)
+        cute.arch.sync_threads()
+        self.write_planes(handle, n, planes)
+        cute.arch.sync_threads()
+        count = n + planes * ((n + Int32(31)) >> Int32(5))
+        if cutlass.const_expr(config.push):
+            signature = (Uint32(rows) << Uint32(16)) | Uint32(site)
+            self.push(handle, count, signature, Uint32(length), tag, peers, slots, max_rows, world, rank, row)
+        if words != Int64(0):
+            for word in cutlass.range(thread, count, config.threads, unroll=1):
+                value = ptx.load_shared(handle.words + Uint32(word) * Uint32(4))
+                ptx.store(words + (Int64(row) * words_stride + Int64(word)) * Int64(4), value)
+        if thread == Int32(0):
+            if counts != Int64(0):
+                taken = n
+                if usable < n:
+                    taken = usable
+                ptx.store(counts + Int64(row) * Int64(4), taken)
+            if fault and flags != Int64(0):
+                ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
+
+    @cute.jit
+    def tag_of(self, peers: Int64, epoch: Int64, row: Int32) -> Uint32:
+        """The call's tag: one more than the row's completed calls."""
+        tag = Uint32(0)
+        if peers != Int64(0):
+            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
+        return tag
+
+    @cute.jit
+    def find(self, handle: Any, n: Int32) -> None:
+        """The words of a row of more than N keys."""
+        words = steps.load_batch(handle, Int32(0))
+        cute.arch.sync_threads()  # the histograms are clear
+        bound = Uint32(1)
+        if handle.vectors > n + (n >> Int32(3)):
+            bound = steps.find_bound(handle, words, n)
+        listed = Int32(self.config.listed + 1)
+        if bound != Uint32(1) or handle.length <= Int32(self.config.listed):
+            listed = steps.list_reaching(handle, words, bound)
+        threshold = Uint32(0)
+        need = Int32(0)
+        count = n
+        fits = listed <= Int32(self.config.listed)
+        if not fits:
+            threshold, need = steps.find_threshold(handle, words, n, bound, True)
+            steps.list_chosen(handle, words, threshold, need)
+            threshold = Uint32(0)
+            need = Int32(0)
+        else:
+            count = listed
+        entries, rounds, start = steps.load_entries(handle, count)
+        if fits:
+            threshold, need = steps.find_threshold(handle, entries, n, bound, False)
+        steps.place_entries(handle, entries, rounds, start, threshold, need)
+
+    @cute.jit
+    def take_all(self, handle: Any, n: Int32) -> None:
+        """The words of a row of at most N keys: all of them, then empty entries."""
+        for entry in cutlass.range(handle.thread, n, self.config.threads, unroll=2):
+            word = Uint32(0)
+            if entry < handle.length:
+                bits = ptx.load_u16(handle.address + Int64(entry) * Int64(2))
+                if cutlass.const_expr(not self.config.push):
+                    bits = keys.canonical16(bits)
+                word = keys.candidate_word(keys.key16(bits), entry)
+            ptx.store_shared(handle.words + Uint32(entry) * Uint32(4), word)
+
+    @cute.jit
+    def write_planes(self, handle: Any, n: Int32, planes: Int32) -> None:
+        """The index planes and a word of padding behind the entries."""
+        groups = (n + Int32(31)) >> Int32(5)
+        count = n + planes * groups
+        if handle.wide:  # entry and plane by warp: a word is a vote
+            for entry in cutlass.range(handle.thread, groups * Int32(32), self.config.threads, unroll=1):
+                upper = Uint32(0)
+                if entry < n and entry < handle.length:
+                    upper = ptx.load_shared_u16(handle.tops + Uint32(entry) * Uint32(2))
+                for plane in cutlass.range(planes, unroll=1):
+                    votes = Uint32(cute.arch.vote_ballot_sync(((upper >> Uint32(plane)) & Uint32(1)) != Uint32(0)))
+                    if handle.lane == Int32(0):
+                        place = n + plane * groups + (entry >> Int32(5))
+                        ptx.store_shared(handle.words + Uint32(place) * Uint32(4), votes)
+        else:
+            for place in cutlass.range(n + handle.thread, count, self.config.threads, unroll=1):
+                ptx.store_shared(handle.words + Uint32(place) * Uint32(4), Uint32(0))
+        if handle.thread == Int32(0):
+            ptx.store_shared(handle.words + Uint32(count) * Uint32(4), Uint32(0))
+
+    @cute.jit
+    def push(
+        self,
+        handle: Any,
+        count: Int32,
+        signature: Uint32,
+        length: Uint32,
+        tag: Uint32,
+        peers: Int64,
+        slots: Int64,
+        max_rows: Int32,
+        world: Int32,
+        rank: Int32,
+        row: Int32,
+    ) -> None:
+        """Push all pairs of the row to every rank, another rank first for every rank."""
+        pairs = ((count + Int32(1)) >> Int32(1)) + Int32(1)
+        pushed = pairs
+        if peers == Int64(0):
+            pushed = Int32(0)
+        place = Int32(tag & Uint32(1)) * world + rank
+        slot = slots + (Int64(place) * Int64(max_rows) + Int64(row)) * Int64(pairs) * Int64(16)
+        for pair in cutlass.range(handle.thread, pushed, self.config.threads, unroll=1):
+            first, second = signature, length
+            if pair < pairs - Int32(1):
+                first, second = packed.load_shared_v2(handle.words + Uint32(pair) * Uint32(8))
+            target = rank
+            for _step in cutlass.range(world, unroll=2):
+                target = target + Int32(1)
+                if target == world:
+                    target = Int32(0)
+                block = ptx.load(peers + Int64(target) * Int64(8), Int64)
+                ptx.store_pair(block + slot + Int64(pair) * Int64(16), first, second, tag)
+
+
+def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """Jit function and fake arguments."""
+    del arch
+    i64, i32 = Int64(0), Int32(1)
+    args = (
+        i64, i64, i64, i64, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i32, i64, i32,
+        i32, i32, make_fake_stream(),
+    )  # fmt: skip
+    return LocalTopk(config).__call__, args

@@ -1,0 +1,153 @@
+"""From tensors to launches of the local top-N. Nothing is checked twice: callers have checked shapes and dtypes.
+
+No cutlass here. `make` turns a kernel and a configuration into what launches it on the tensors' device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keysieve.kernels.local_topk_config import LOCAL_PUSH, LOCAL_TOPK, LocalTopkConfig, config_for
+
+Make = Callable[[Any, Any], Callable[..., None]]
+
+NO_LIMIT = 2**31 - 1
+VECTOR = 8
+"""Keys of a 16-byte vector: rows begin at multiples of it, and their last vector is read whole."""
+
+
+class LocalTopk:
+    """The N best keys of every row as candidate rows: written, and with `push` pushed to every rank's slots.
+
+    Args:
+        make: makes the launch of a kernel configuration.
+        n, planes: entries of a candidate row, 1..4096, and its index planes, 1..10.
+        push: True for `push` (this rank's own canonical logits, global lengths), False for `topk` (anyone's rows, local
+            lengths).
+        config: for measurements; the one that serves `n` by default.
+    """
+
+    def __init__(self, make: Make, *, n: int, planes: int, push: bool, config: LocalTopkConfig | None = None) -> None:
+        self.n, self.planes = n, planes
+        self.config = config_for(n, push) if config is None else config
+        self._launch = make(LOCAL_PUSH if push else LOCAL_TOPK, self.config)
+
+    def push(
+        self,
+        logits: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        world: int,
+        rank: int,
+        interleave: int,
+        peers: torch.Tensor | None = None,
+        slots: int = 0,
+        max_rows: int = 0,
+        epoch: torch.Tensor | None = None,
+        site: int = 0,
+        limit: int = NO_LIMIT,
+        local_limit: int = NO_LIMIT,
+        words: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        flags: torch.Tensor | None = None,
+        settled: bool = False,
+        release: bool = False,
+        chained: bool = False,
+    ) -> None:
+        """Push the words of every row, padding and signature included, to the slots of all ranks; without `peers` write
+        them only.
+
+        logits: BF16 [rows, width] as the pitched scorer writes them: canonical, 16-byte aligned rows. seq_lens: int32
+        [rows], contiguous, global. peers, slots, max_rows, epoch: of an exchange's memory. limit: a longer row,
+        local_limit: one with more keys on this rank is pushed as an empty one and raises a flag. words: int32 [rows,
+        words], to have them written here as well. settled: the lengths were complete before the kernel in front
+        started, and that one triggers only after its own grid dependency. release, chained: as for `select`.
+        """
+        self._run(
+            logits,
+            seq_lens,
+            (limit, min(local_limit, logits.shape[1])),
+            (words, counts),
+            (_address(peers), slots, max_rows, world, rank, interleave, _address(epoch), site),
+            flags,
+            (int(settled and chained), int(release), int(chained)),
+        )
+
+    def topk(
+        self,
+        logits: torch.Tensor,
+        local_lens: torch.Tensor,
+        *,
+        words: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        limit: int = NO_LIMIT,
+        flags: torch.Tensor | None = None,
+        release: bool = False,
+        chained: bool = False,
+    ) -> None:
+        """Write candidate rows of anyone's logits: BF16 [rows, width], unit inner stride, any bits.
+
+        local_lens: int32 [rows], any stride. A row longer than `limit` or the width is empty and raises a flag. words:
+        int32 [rows, words], any row stride; counts: int32 [rows], contiguous. Rows that do not lie on 16-byte vectors
+        are copied first.
+        """
+        width = logits.shape[1]
+        if not on_vectors(logits):
+            padded = logits.new_empty((logits.shape[0], -(-width // VECTOR) * VECTOR))
+            padded[:, :width] = logits
+            logits = padded
+        none = (0, 0, 0, 1, 0, 1, 0, 0)
+        turn = (0, int(release), int(chained))
+        self._run(logits, local_lens, (NO_LIMIT, min(limit, width)), (words, counts), none, flags, turn)
+
+    def _run(
+        self,
+        logits: torch.Tensor,
+        lens: torch.Tensor,
+        limits: tuple[int, int],
+        out: tuple[torch.Tensor | None, torch.Tensor | None],
+        exchange: tuple[int, ...],
+        flags: torch.Tensor | None,
+        turn: tuple[int, int, int],
+    ) -> None:
+        rows = lens.shape[0] if lens.dim() == 1 else lens.numel()
+        if rows == 0:
+            return
+        words, counts = out
+        self._launch(
+            logits.data_ptr(),
+            _pitch(logits),
+            lens.data_ptr(),
+            lens.stride(0) if lens.dim() == 1 else 1,
+            rows,
+            self.n,
+            self.planes,
+            *limits,
+            _address(words),
+            0 if words is None else _pitch(words),
+            _address(counts),
+            *exchange,
+            _address(flags),
+            *turn,
+        )
+
+
+def on_vectors(logits: torch.Tensor) -> bool:
+    """Does every row begin at a 16-byte vector, and is the last vector of the last row inside the tensor's memory?"""
+    rows, width = logits.shape
+    if logits.data_ptr() % 16 or (rows > 1 and logits.stride(0) % VECTOR):
+        return False
+    last = logits.storage_offset() + (rows - 1) * logits.stride(0) + -(-width // VECTOR) * VECTOR
+    return last * logits.element_size() <= logits.untyped_storage().nbytes()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _pitch(tensor: torch.Tensor) -> int:
+    """Elements from row to row."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1]

@@ -1,0 +1,454 @@
+"""Steps of the local top-N, each a pass of `keysieve/models/local_topk.py`, in the block that works on a row.
+
+A row's vectors (8 keys, 16 bytes) are spread as in `select`: a warp owns a contiguous run of `rounds * 32` of them and
+lane l of it vectors l, l + 32, ..., so that loads are coalesced and index order is (warp, round, lane). The rounds are
+walked in batches of `held`; the first batch stays in registers, later ones are read again in every pass. No atomic's
+result decides a position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from keysieve.device import packed, ptx, scan
+from keysieve.kernels.local_topk_config import BINS, LocalMap, LocalTopkConfig
+
+TOP_BIN = BINS - 1
+"""The last bin takes everything from its value on."""
+
+EQUAL_SHIFT = 16  # counts of two kinds in one word
+
+
+class Row:
+    """A row of `length` keys at byte `address`: trace-time handle of what the steps are addressed by."""
+
+    def __init__(self, config: LocalTopkConfig, base: Uint32, thread: Int32, address: Int64, length: Int32) -> None:
+        places = LocalMap.of(config)
+        self.config, self.thread, self.address, self.length = config, thread, address, length
+        self.lane = thread & Int32(31)
+        self.warp = thread >> Int32(5)
+        self.vectors = (length + Int32(7)) >> Int32(3)
+        self.rounds = (self.vectors + Int32(config.threads - 1)) // Int32(config.threads)
+        self.batches = (self.rounds + Int32(config.held - 1)) // Int32(config.held)
+        self.start = self.warp * self.rounds * Int32(32) + self.lane
+        self.wide = length > Int32(1 << 16)
+        self.first = base + Uint32(places.first)
+        self.second = base + Uint32(places.second)
+        self.found = base + Uint32(places.found)
+        self.sums = base + Uint32(places.sums)
+        self.words = base + Uint32(places.words)
+        self.tops = base + Uint32(places.tops)
+        self.list = base + Uint32(places.list)
+        self.list_tops = base + Uint32(places.list_tops)
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Row:
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- keys
+
+
+@cute.jit
+def load_batch(row: Any, batch: Int32) -> Any:
+    """key16 of this thread's vectors of a batch, 0 where no key is."""
+    held = row.config.held
+    words = [Uint32(0) for _ in range(4 * held)]
+    for step in cutlass.range_constexpr(held):
+        one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+        if batch * Int32(held) + Int32(step) < row.rounds and one < row.vectors:
+            loaded = ptx.load_v4(row.address + Int64(one) * Int64(16))
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = loaded[word]
+    for step in cutlass.range_constexpr(held):
+        if batch * Int32(held) + Int32(step) < row.rounds:
+            one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+            if cutlass.const_expr(row.config.push):
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = packed.key16x2_fast(words[4 * step + word])
+            else:
+                made = packed.foreign_key16x8(words[4 * step : 4 * step + 4])
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = made[word]
+            if one * Int32(8) + Int32(8) > row.length:
+                for word in cutlass.range_constexpr(4):
+                    inside = packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.length)
+                    words[4 * step + word] = words[4 * step + word] & inside
+    return words
+
+
+@cute.jit
+def more_words(row: Any, held_words: Any, batch: Int32) -> Any:
+    """The words of any batch: the first is at hand."""
+    words = list(held_words)
+    if batch > Int32(0):
+        loaded = load_batch(row, batch)
+        for word in cutlass.range_constexpr(4 * row.config.held):
+            words[word] = loaded[word]
+    return words
+
+
+# ------------------------------------------------------------------------------------------------- histograms
+
+
+@cute.jit
+def search(histogram: Uint32, want: Int32, lane: Int32) -> Any:
+    """Whole warp: (the bin that holds the `want`-th from the top, the number in higher bins); (-1, _) if there are
+    fewer. Lane 0 owns the highest four bins of every 128."""
+    chunk = Int32(-1)
+    above = Int32(0)
+    mine = Int32(0)
+    upto = Int32(0)
+    tail = histogram + Uint32(4 * BINS - 16) - Uint32(lane) * Uint32(16)
+    for index in cutlass.range_constexpr(BINS // 128):
+        a, b, c, d = ptx.load_shared_v4(tail - Uint32(512 * index))
+        four = Int32(a + b + c + d)
+        reach = upto + scan.warp_sum(four)
+        if upto < want and reach >= want:
+            chunk = Int32(index)
+            above = upto
+            mine = four
+        upto = reach
+    lanes = packed.warp_prefix(mine)
+    votes = Uint32(cute.arch.vote_ballot_sync(above + lanes >= want))
+    owner = packed.lowest_bit(votes) & Int32(31)
+    above = above + Int32(cute.arch.shuffle_sync(lanes - mine, owner))
+    digit = Int32(-1)
+    if chunk >= Int32(0):
+        place = histogram + Uint32(4 * BINS - 16) - Uint32(chunk) * Uint32(512) - Uint32(owner) * Uint32(16)
+        bins = ptx.load_shared_v4(place)
+        digit = Int32(BINS - 1) - chunk * Int32(128) - owner * Int32(4)
+        for index in cutlass.range_constexpr(3):
+            count = Int32(bins[3 - index])
+            if digit == Int32(BINS - 1 - index) - chunk * Int32(128) - owner * Int32(4) and above + count < want:
+                above = above + count
+                digit = digit - Int32(1)
+    return digit, above
+
+
+@cute.jit
+def block_search(row: Any, histogram: Uint32, want: Int32) -> Any:
+    """`search` by one warp, known to all threads. A block barrier before, and one after."""
+    cute.arch.sync_threads()
+    if row.thread < Int32(32):
+        digit, above = search(histogram, want, row.lane)
+        if row.lane == Int32(0):
+            packed.store_shared_v2(row.found, Uint32(digit), Uint32(above))
+    cute.arch.sync_threads()
+    digit_word, above_word = packed.load_shared_v2(row.found)
+    return Int32(digit_word), Int32(above_word)
+
+
+@cute.jit
+def count_from(histogram: Uint32, key: Uint32, floor: Uint32, shift: Uint32) -> None:
+    if key >= floor:
+        ptx.red_shared(
+            histogram + packed.min_u32((key - floor) >> shift, Uint32(TOP_BIN)) * Uint32(4), Uint32(1), "add"
+        )
+
+
+@cute.jit
+def clear_second(row: Any) -> None:
+    """Zero the second histogram; a block barrier must follow."""
+    for place in cutlass.range(row.thread, Int32(BINS // 4), row.config.threads, unroll=1):
+        ptx.store_shared_v4(row.second + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+
+
+# ------------------------------------------------------------------------------------------------- bound
+
+
+@cute.jit
+def find_bound(row: Any, words: Any, n: Int32) -> Uint32:
+    """A key16 (at least 1) that at least `n` of the row's keys reach: the lower edge of the bin of the `n`-th largest
+    of groups' maxima. A group is a run of one thread's vectors; there are about 1.5 n of them or more if the row has as
+    many vectors. 1 where too few groups hold a key. Ends with a block barrier."""
+    held, threads = row.config.held, row.config.threads
+    wanted = n * Int32(3)
+    halvings = (
+        Int32(wanted > Int32(2 * threads)) + Int32(wanted > Int32(4 * threads)) + Int32(wanted > Int32(8 * threads))
+    )
+    span = row.rounds >> halvings
+    if span < Int32(1):
+        span = Int32(1)
+    best = Uint32(0)
+    left = span
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < row.rounds:
+            best, left = count_maximum(row, words[4 * step : 4 * step + 4], best, left, span, Int32(step))
+    for batch in cutlass.range(1, row.batches, unroll=1):
+        more = load_batch(row, batch)
+        for step in cutlass.range_constexpr(held):
+            if batch * Int32(held) + Int32(step) < row.rounds:
+                number = batch * Int32(held) + Int32(step)
+                best, left = count_maximum(row, more[4 * step : 4 * step + 4], best, left, span, number)
+    digit, _above = block_search(row, row.first, n)
+    bound = Uint32(1)
+    if digit > Int32(0):
+        bound = Uint32(digit) << Uint32(5)
+    return bound
+
+
+@cute.jit
+def count_maximum(row: Any, words: Any, best: Uint32, left: Int32, span: Int32, number: Int32) -> Any:
+    """Take one vector into the running maximum; count that when its group of `span` vectors is complete."""
+    most = ptx.max_u16x2(ptx.max_u16x2(words[0], words[1]), ptx.max_u16x2(words[2], words[3]))
+    best = ptx.max_u16x2(best, most)
+    left = left - Int32(1)
+    if left == Int32(0) or number + Int32(1) == row.rounds:
+        most = ptx.max_u16x2(best, best >> Uint32(16)) & Uint32(0xFFFF)
+        if most != Uint32(0):
+            ptx.red_shared(row.first + (most >> Uint32(5)) * Uint32(4), Uint32(1), "add")
+        best = Uint32(0)
+        left = span
+    return best, left
+
+
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+@cute.jit
+def block_offsets(row: Any, mine: Int32, scan_index: cutlass.Constexpr[int]) -> Any:
+    """(sum of `mine` over the warps before, over the block); `mine` is a warp's own, the same in all its lanes. One
+    block barrier."""
+    sums = row.sums + Uint32(128 * scan_index)
+    if row.lane == Int32(0):
+        ptx.store_shared(sums + Uint32(row.warp) * Uint32(4), Uint32(mine))
+    cute.arch.sync_threads()
+    value = Int32(0)
+    if row.lane < Int32(row.config.warps):
+        value = Int32(ptx.load_shared(sums + Uint32(row.lane) * Uint32(4)))
+    return scan.warp_sum(value * Int32(row.lane < row.warp)), scan.warp_sum(value)
+
+
+@cute.jit
+def list_reaching(row: Any, words: Any, bound: Uint32) -> Int32:
+    """List all keys that reach `bound`, in index order, if there is room for them; returns how many they are. Ends with
+    a block barrier only if they were listed."""
+    held = row.config.held
+    masks = [Uint32(0) for _ in range(held)]
+    count = Int32(0)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < row.rounds:
+            masks[step] = packed.reach_x8(words[4 * step : 4 * step + 4], bound)
+            count = count + Int32(cute.arch.popc(masks[step]))
+    for batch in cutlass.range(1, row.batches, unroll=1):
+        more = load_batch(row, batch)
+        for step in cutlass.range_constexpr(held):
+            if batch * Int32(held) + Int32(step) < row.rounds:
+                count = count + Int32(cute.arch.popc(packed.reach_x8(more[4 * step : 4 * step + 4], bound)))
+    place, total = block_offsets(row, scan.warp_sum(count), 0)
+    if total <= Int32(row.config.listed):
+        for step in cutlass.range_constexpr(held):
+            if Int32(step) < row.rounds:
+                place = list_vector(row, words[4 * step : 4 * step + 4], masks[step], place, Int32(step))
+        for batch in cutlass.range(1, row.batches, unroll=1):
+            more = load_batch(row, batch)
+            for step in cutlass.range_constexpr(held):
+                if batch * Int32(held) + Int32(step) < row.rounds:
+                    mask = packed.reach_x8(more[4 * step : 4 * step + 4], bound)
+                    number = batch * Int32(held) + Int32(step)
+                    place = list_vector(row, more[4 * step : 4 * step + 4], mask, place, number)
+        cute.arch.sync_threads()
+    return total
+
+
+@cute.jit
+def list_vector(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32) -> Int32:
+    """List the keys of a round's vectors that are in the masks, from entry `place` on; returns the entry behind."""
+    count = Int32(cute.arch.popc(mask))
+    upto = packed.warp_prefix(count)
+    put(row, words, mask, place + upto - count, number)
+    return place + Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+
+
+@cute.jit
+def put(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32) -> None:
+    """List this lane's keys that are in the mask, as words, from entry `place` on."""
+    one = row.start + number * Int32(32)
+    tail = Uint32(0xFFFF) - (Uint32(one * Int32(8)) & Uint32(0xFFFF))
+    left = mask
+    entry = Uint32(place) + Uint32(cute.arch.popc(mask))
+    while left != Uint32(0):  # from the highest down: finding it takes one instruction
+        bit = packed.highest_bit(left)
+        entry = entry - Uint32(1)
+        ptx.store_shared(row.list + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
+        if row.wide:
+            ptx.store_shared_u16(row.list_tops + entry * Uint32(2), Uint32(one >> Int32(13)))
+        left = left ^ (Uint32(1) << bit)
+
+
+@cute.jit
+def key_of(words: Any, bit: Uint32) -> Uint32:
+    """Key `bit` (0..7) of a vector in registers; the upper half holds something."""
+    first = words[0]
+    second = words[2]
+    if (bit & Uint32(2)) != Uint32(0):
+        first = words[1]
+        second = words[3]
+    if (bit & Uint32(4)) != Uint32(0):
+        first = second
+    return first >> ((bit & Uint32(1)) << Uint32(4))
+
+
+# ------------------------------------------------------------------------------------------------- threshold
+
+
+@cute.jit
+def load_entries(row: Any, count: Int32) -> Any:
+    """This thread's words of a list of `count` entries, 0 past it; a warp owns a contiguous run. Returns (the words,
+    rounds, index of the first)."""
+    share = row.config.share
+    rounds = (count + Int32(row.config.threads - 1)) // Int32(row.config.threads)
+    start = row.warp * rounds * Int32(32) + row.lane
+    entries = [Uint32(0) for _ in range(share)]
+    for step in cutlass.range_constexpr(share):
+        one = start + Int32(32 * step)
+        if Int32(step) < rounds and one < count:
+            entries[step] = ptx.load_shared(row.list + Uint32(one) * Uint32(4))
+    return entries, rounds, start
+
+
+@cute.jit
+def find_threshold(row: Any, words: Any, n: Int32, bound: Uint32, whole: cutlass.Constexpr[bool]) -> Any:
+    """(the `n`-th largest key, how many keys equal to it are taken), among the entries in `words` or, `whole`, among
+    all keys of the row. At least `n` of them reach `bound`.
+
+    One histogram of the 2,048 values from the bound on is mostly enough. Where the threshold lies beyond, the upper 11
+    bits are looked at, then the values from there on."""
+    floor = bound
+    shift = Uint32(0)
+    if bound == Uint32(1):
+        floor = Uint32(0)
+        shift = Uint32(5)
+    threshold = Uint32(0)
+    need = Int32(0)
+    searching = Boolean(True)
+    dirty = Boolean(False)
+    while searching:
+        if dirty:
+            clear_second(row)
+            cute.arch.sync_threads()
+        count_all(row, words, floor, shift, whole)
+        digit, above = block_search(row, row.second, n)
+        dirty = Boolean(True)
+        if shift != Uint32(0):
+            floor = Uint32(digit) << Uint32(5)
+            shift = Uint32(0)
+        else:
+            if digit < Int32(TOP_BIN):
+                threshold = floor + Uint32(digit)
+                need = n - above
+                searching = Boolean(False)
+            else:
+                floor = Uint32(0)
+                shift = Uint32(5)
+    return threshold, need
+
+
+@cute.jit
+def count_all(row: Any, words: Any, floor: Uint32, shift: Uint32, whole: cutlass.Constexpr[bool]) -> None:
+    """Count keys by their distance from `floor`: those of list entries (upper halves), or of all vectors."""
+    if cutlass.const_expr(whole):
+        for batch in cutlass.range(row.batches, unroll=1):
+            more = more_words(row, words, batch)
+            for word in cutlass.range_constexpr(4 * row.config.held):
+                if more[word] != Uint32(0):
+                    count_from(row.second, more[word] & Uint32(0xFFFF), floor, shift)
+                    count_from(row.second, more[word] >> Uint32(16), floor, shift)
+    else:
+        for entry in cutlass.range_constexpr(row.config.share):
+            if words[entry] != Uint32(0):
+                count_from(row.second, words[entry] >> Uint32(16), floor, shift)
+
+
+@cute.jit
+def list_chosen(row: Any, words: Any, threshold: Uint32, need: Int32) -> None:
+    """List the row's keys above `threshold` and the first `need` equal to it, in index order. Ends with a block
+    barrier."""
+    held = row.config.held
+    above = Int32(0)
+    equal = Int32(0)
+    for batch in cutlass.range(row.batches, unroll=1):
+        more = more_words(row, words, batch)
+        for step in cutlass.range_constexpr(held):
+            greater, same = packed.masks_x8(more[4 * step : 4 * step + 4], threshold)
+            above = above + Int32(cute.arch.popc(greater))
+            equal = equal + Int32(cute.arch.popc(same))
+    above_before, _all = block_offsets(row, scan.warp_sum(above), 0)
+    equal_before, _all_equal = block_offsets(row, scan.warp_sum(equal), 1)
+    for batch in cutlass.range(row.batches, unroll=1):
+        more = more_words(row, words, batch)
+        for step in cutlass.range_constexpr(held):
+            number = batch * Int32(held) + Int32(step)
+            if number < row.rounds:
+                greater, same = packed.masks_x8(more[4 * step : 4 * step + 4], threshold)
+                mine = Int32(cute.arch.popc(greater)) | (Int32(cute.arch.popc(same)) << Int32(EQUAL_SHIFT))
+                upto = packed.warp_prefix(mine)
+                earlier = upto - mine
+                greater_place = above_before + (earlier & Int32(0xFFFF))
+                equal_place = equal_before + (earlier >> Int32(EQUAL_SHIFT))
+                taken = equal_place
+                if taken > need:
+                    taken = need
+                kept = first_bits(same, need - taken)
+                put(row, more[4 * step : 4 * step + 4], greater | kept, greater_place + taken, number)
+                total = Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+                above_before = above_before + (total & Int32(0xFFFF))
+                equal_before = equal_before + (total >> Int32(EQUAL_SHIFT))
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def first_bits(mask: Uint32, count: Int32) -> Uint32:
+    """The lowest `count` (0 or more) set bits of the mask."""
+    extra = Int32(cute.arch.popc(mask)) - count
+    while extra > Int32(0) and mask != Uint32(0):
+        mask = mask ^ (Uint32(1) << packed.highest_bit(mask))
+        extra = extra - Int32(1)
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------- entries
+
+
+@cute.jit
+def place_entries(row: Any, entries: Any, rounds: Int32, start: Int32, threshold: Uint32, need: Int32) -> None:
+    """Copy the chosen entries of the list, in order, to the row's words: keys above `threshold`, and the first `need`
+    equal to it. One block barrier."""
+    below = ptx.lanes_below()
+    share = row.config.share
+    greater = [Uint32(0) for _ in range(share)]
+    same = [Uint32(0) for _ in range(share)]
+    mine = Int32(0)
+    for step in cutlass.range_constexpr(share):
+        if Int32(step) < rounds:
+            key = entries[step] >> Uint32(16)
+            greater[step] = Uint32(cute.arch.vote_ballot_sync(key > threshold))
+            same[step] = Uint32(cute.arch.vote_ballot_sync(key == threshold))
+            mine = mine + Int32(cute.arch.popc(greater[step]))
+            mine = mine + (Int32(cute.arch.popc(same[step])) << Int32(EQUAL_SHIFT))
+    before, _all = block_offsets(row, mine, 1)
+    above = before & Int32(0xFFFF)
+    equal = before >> Int32(EQUAL_SHIFT)
+    for step in cutlass.range_constexpr(share):
+        if Int32(step) < rounds:
+            key = entries[step] >> Uint32(16)
+            rank = equal + Int32(cute.arch.popc(same[step] & below))
+            taken = rank
+            if taken > need:
+                taken = need
+            slot = above + Int32(cute.arch.popc(greater[step] & below)) + taken
+            if key > threshold or (key == threshold and rank < need):
+                ptx.store_shared(row.words + Uint32(slot) * Uint32(4), entries[step])
+                if row.wide:
+                    one = Uint32(start + Int32(32 * step))
+                    upper = ptx.load_shared_u16(row.list_tops + one * Uint32(2))
+                    ptx.store_shared_u16(row.tops + Uint32(slot) * Uint32(2), upper)
+            above = above + Int32(cute.arch.popc(greater[step]))
+            equal = equal + Int32(cute.arch.popc(same[step]))

@@ -1,0 +1,229 @@
+"""Local top-N on the device: candidate rows bit for bit as the reference makes them, pushed and written."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from harness import cases, poison
+
+from keysieve.kernels.flags import FLAG_BAD_LENGTH
+from keysieve.kernels.local_topk_host import LocalTopk
+from keysieve.launch import Launcher
+from keysieve.reference.dcp_maps import local_seq_lens
+from keysieve.reference.keys import canonicalize_
+from keysieve.reference.local_topk import local_topk
+from keysieve.spec import candidate_words, index_planes, pitch_of
+
+LENGTHS = [
+    0, 1, 7, 31, 32, 33, 351, 352, 353, 400, 1215, 1216, 1217, 2047, 2048, 2049, 4095, 4096, 4097, 5000, 8191, 8192,
+    8193, 9999, 16383, 16384, 16385, 20001, 32768, 32769, 40000, 65535, 65536, -5,
+]  # fmt: skip
+KINDS = (
+    "gaussian", "relu", "equal", "few", "specials", "nan", "wide", "ascending", "descending", "negative", "bursts",
+    "ladder",
+)  # fmt: skip
+NS = (32, 352, 672, 1216, 2048, 2080, 4096)
+
+
+@lru_cache(maxsize=64)
+def kernel(device: torch.device, n: int, planes: int, push: bool) -> LocalTopk:
+    return LocalTopk(lambda k, c: Launcher(k, c, device), n=n, planes=planes, push=push)
+
+
+def values(kind: str, rows: int, width: int, device: torch.device, seed: int) -> torch.Tensor:
+    """BF16 [rows, width] of one kind; not canonical."""
+    g = torch.Generator(device=device).manual_seed(seed)
+    shape = (rows, width)
+    x = torch.randn(shape, generator=g, device=device)
+    if kind == "relu":
+        x = (x - 1.5).clamp_min(0)
+    elif kind == "equal":
+        x = torch.full(shape, 3.25, device=device)
+    elif kind == "few":
+        x = torch.randint(0, 3, shape, generator=g, device=device).float()
+    elif kind == "wide":  # all magnitudes
+        bits = torch.randint(0, 1 << 16, shape, generator=g, device=device, dtype=torch.int32)
+        return bits.to(torch.int16).view(torch.bfloat16)
+    elif kind == "ascending":
+        x = torch.arange(width, device=device).float().expand(shape) / 64
+    elif kind == "descending":
+        x = -torch.arange(width, device=device).float().expand(shape) / 64
+    elif kind == "negative":
+        x = -x.abs() - 1
+    elif kind == "bursts":  # whole vectors of huge keys among small ones: the bound lies far below the threshold
+        high = torch.rand((rows, -(-width // 8)), generator=g, device=device) < 0.03
+        x = torch.where(high.repeat_interleave(8, 1)[:, :width], x.abs() * 2.0**60 + 1e30, x.abs() * 2.0**-60)
+    elif kind == "ladder":  # octaves: every value far from the next
+        x = torch.exp2(torch.randint(-120, 120, shape, generator=g, device=device).float())
+    x = x.to(torch.bfloat16)
+    if kind == "specials":
+        pick = torch.rand(shape, generator=g, device=device)
+        for i, value in enumerate((float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-39)):
+            x[(pick > 0.1 * i) & (pick < 0.1 * i + 0.08)] = value
+        bits = x.view(torch.int16)
+        bits[(pick > 0.95) & (pick < 0.97)] = 0x7F81  # a NaN that is not the canonical one
+    elif kind == "nan":
+        x[:] = float("nan")
+        x[:, ::37] = 1.0
+    return x
+
+
+def pitched(x: torch.Tensor, lens: list[int], fill: float = float("nan")) -> torch.Tensor:
+    """Rows at a pitch that is a multiple of 512, filled past their lengths."""
+    rows, width = x.shape
+    out = torch.full((rows, pitch_of(width)), fill, dtype=torch.bfloat16, device=x.device)
+    for t, n in enumerate(lens):
+        out[t, : max(n, 0)] = x[t, : max(n, 0)]
+    return out
+
+
+def want(x: torch.Tensor, lens: list[int], n: int, planes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return local_topk(x.cpu(), torch.tensor(lens, dtype=torch.int32), n, planes)
+
+
+def run_plain(device: torch.device, x: torch.Tensor, lens: list[int], n: int, planes: int) -> None:
+    rows, size = len(lens), candidate_words(n, planes)
+    memory = poison((rows, size + 3), torch.int32, device)
+    counts = poison((rows + 1,), torch.int32, device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    lengths = torch.tensor([[v, 9] for v in lens], dtype=torch.int32, device=device)[:, 0]
+    kernel(device, n, planes, False).topk(x, lengths, words=memory[:, :size], counts=counts, flags=flags)
+    words, number = want(x, lens, n, planes)
+    got = memory[:, :size].cpu()
+    for t, length in enumerate(lens):
+        wrong = int((got[t] != words[t]).sum())
+        assert wrong == 0, f"row {t} of {length} keys, n {n}: {wrong} words differ"
+    assert torch.equal(counts[:rows].cpu(), number)
+    assert bool((memory[:, size:] == 0x5A5A5A5A).all()), "written beyond the words"
+    assert int(counts[rows]) == 0x5A5A5A5A, "written beyond the counts"
+    assert int(flags) == 0
+
+
+class Slots:
+    """A stand-in for an exchange's memory: every rank's block is a tensor of this device."""
+
+    def __init__(self, device: torch.device, world: int, max_rows: int, n: int, planes: int, start: int) -> None:
+        self.pairs = -(-candidate_words(n, planes) // 2) + 1
+        self.world, self.max_rows = world, max_rows
+        self.offset = 256
+        shape = (world, self.offset // 4 + 2 * world * max_rows * self.pairs * 4 + 64)
+        self.blocks = poison(shape, torch.int32, device)
+        base, step = self.blocks.data_ptr(), 4 * self.blocks.stride(0)
+        addresses = [base + step * r for r in range(world)] + [0] * (16 - world)
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.epoch = torch.tensor([start] * max_rows, dtype=torch.int64, device=device).to(torch.int32)
+        self.tag = (start + 1) & 0xFFFFFFFF
+
+    def slots(self) -> torch.Tensor:
+        """int32 [blocks, parity, source, row, pair, 4]."""
+        size = 2 * self.world * self.max_rows * self.pairs * 4
+        inner = self.blocks[:, self.offset // 4 : self.offset // 4 + size]
+        return inner.reshape(self.world, 2, self.world, self.max_rows, self.pairs, 4)
+
+
+def run_push(
+    device: torch.device, kind: str, lens: list[int], n: int, world: int, rank: int, interleave: int, start: int
+) -> None:
+    rows = len(lens)
+    lengths = torch.tensor(lens, dtype=torch.int32)
+    local = local_seq_lens(lengths, world, rank, interleave).tolist()
+    width = max(max(local), 1)
+    planes = index_planes(width)
+    x = canonicalize_(values(kind, rows, width, device, 3))
+    memory = Slots(device, world, rows + 2, n, planes, start)
+    words = poison((rows, candidate_words(n, planes)), torch.int32, device)
+    kernel(device, n, planes, True).push(
+        pitched(x, local), lengths.to(device), world=world, rank=rank, interleave=interleave, peers=memory.peers,
+        slots=memory.offset, max_rows=rows + 2, epoch=memory.epoch, site=77, words=words,
+    )  # fmt: skip
+    expected, _ = want(x, local, n, planes)
+    assert torch.equal(words.cpu(), expected)
+    found = memory.slots().cpu()
+    parity = memory.tag & 1
+    tag = memory.tag - (1 << 32) if memory.tag >> 31 else memory.tag
+    padded = torch.nn.functional.pad(expected, (0, expected.shape[1] % 2)).view(rows, -1, 2)
+    for block in range(world):
+        mine = found[block, parity, rank, :rows]
+        assert torch.equal(mine[:, :-1, 0::2], padded), f"block {block}"
+        assert bool((mine[..., 1::2] == tag).all()), "every half has the call's tag"
+        assert torch.equal(mine[:, -1, 0], torch.full((rows,), rows << 16 | 77, dtype=torch.int32))
+        assert torch.equal(mine[:, -1, 2], lengths.clamp_min(0))
+    size = 2 * world * (rows + 2) * memory.pairs * 4
+    inner = memory.blocks[:, memory.offset // 4 : memory.offset // 4 + size]
+    inner.view(world, 2, world, rows + 2, memory.pairs, 4)[:, parity, rank, :rows] = 0x5A5A5A5A
+    assert bool((memory.blocks == 0x5A5A5A5A).all()), "written beyond the row's own slots"
+
+
+@cases(*KINDS)
+def test_any_values_and_lengths(device: torch.device, case: str) -> None:
+    for n in (352, 1216):
+        x = values(case, len(LENGTHS), max(LENGTHS), device, 5)
+        run_plain(device, x, LENGTHS, n, 1)
+
+
+@cases(*NS)
+def test_any_n(device: torch.device, case: int) -> None:
+    lens = [case - 1, case, case + 1, 2 * case, 9 * case + 5, 8 * case, 30_000, 65_536, 0, 12_345]
+    for kind in ("gaussian", "relu", "few"):
+        run_plain(device, values(kind, len(lens), max(lens), device, case), lens, case, 1)
+
+
+@cases("gaussian", "relu", "specials", "equal", "bursts")
+def test_long_rows_have_planes(device: torch.device, case: str) -> None:
+    lens = [65_536, 65_537, 131_072, 131_073, 300_001, 524_288, 70_000, 5]
+    x = values(case, len(lens), max(lens), device, 8)
+    run_plain(device, x, lens, 1216, index_planes(max(lens)))
+    run_plain(device, x[:1, :200_000], [199_999], 2048, 10)
+
+
+@cases(
+    *[(world, rank, s) for world, rank, s in ((2, 0, 1), (2, 1, 64), (3, 2, 16), (8, 5, 1), (16, 15, 64), (16, 0, 1))]
+)
+def test_push_reaches_every_rank(device: torch.device, case: tuple[int, int, int]) -> None:
+    world, rank, interleave = case
+    lens = [0, 1, 100, -3, 5_000, 16_384, 131_072, 40_001, 9_999, 64]
+    for n, start in ((352, 0), (1216, 41), (96, 2**32 - 1), (33, 2**31 - 1)):
+        run_push(device, "relu" if n == 352 else "gaussian", lens, n, world, rank, interleave, start)
+    run_push(device, "few", [300_000, 10, 0], 64, world, rank, interleave, 6)
+
+
+def test_faults_leave_rows_empty_and_raise_flags(device: torch.device) -> None:
+    x = values("gaussian", 4, 5_000, device, 1)
+    words = poison((4, candidate_words(352, 1)), torch.int32, device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    lens = torch.tensor([5_000, 5_001, 4_000, 2**31 - 1], dtype=torch.int32, device=device)
+    kernel(device, 352, 1, False).topk(x, lens, words=words, flags=flags)
+    assert int(flags) == 1 << FLAG_BAD_LENGTH
+    assert torch.equal(words.cpu(), want(x, [5_000, 0, 4_000, 0], 352, 1)[0])
+    flags.zero_()
+    kernel(device, 352, 1, False).topk(x, lens[:1], words=words, flags=flags, limit=4_999)
+    assert int(flags) == 1 << FLAG_BAD_LENGTH
+    assert not bool(words[0].any())
+
+
+@cases((1, 0), (3, 1), (8, 0), (5, 7))
+def test_rows_at_any_address(device: torch.device, case: tuple[int, int]) -> None:
+    extra, at = case
+    lens = [9_001, 0, 4_321, 353]
+    memory = torch.full((at + 4 * (9_001 + extra),), float("inf"), dtype=torch.bfloat16, device=device)
+    x = memory[at:].view(4, 9_001 + extra)[:, :9_001]
+    x.copy_(values("specials", 4, 9_001, device, 2))
+    run_plain(device, x, lens, 352, 1)
+
+
+def test_a_thousand_times_the_same(device: torch.device) -> None:
+    lens = [16_384, 30_000, 5_000, 65_536, 1_217, 8_192, 100, 0]
+    for kind in ("gaussian", "relu", "bursts"):
+        x = canonicalize_(values(kind, len(lens), max(lens), device, 4))
+        first, lengths = None, torch.tensor(lens, dtype=torch.int32, device=device)
+        differs = torch.zeros((), dtype=torch.int64, device=device)
+        use: Any = kernel(device, 1216, 1, False)
+        for _ in range(1000):
+            words = torch.empty(len(lens), candidate_words(1216, 1), dtype=torch.int32, device=device)
+            use.topk(x, lengths, words=words)
+            if first is None:
+                first = words
+            differs += (words != first).sum()
+        assert int(differs) == 0
