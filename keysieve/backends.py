@@ -7,7 +7,7 @@ A backend turns checked inputs into results; it never checks arguments again and
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -21,6 +21,9 @@ from keysieve.reference.step import CpuRunner
 from keysieve.reference.topk import TopkCall, topk_checked
 from keysieve.repeats import Relaunch
 from keysieve.spec import BACKENDS, MAX_NEXT_N, IndexerSpec
+
+if TYPE_CHECKING:
+    from keysieve.dcp.base import ContextParallel
 
 ARCHITECTURES: Final = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
 """CUDA compute capabilities and the backend that serves them. An allow-list: others are refused by name."""
@@ -55,6 +58,19 @@ class Runner(Protocol):
         """Raise DeviceFault if a kernel raised its flag since the last check; may synchronise."""
 
 
+class ExchangingRunner(Protocol):
+    """One rank of a context-parallel ``DecodeIndexer`` whose kernels offer candidates and merge them."""
+
+    plan: Plan
+    path: str
+
+    def run(self, step: Step, place: Placement, out: Selection, site: int) -> Relaunch | None:
+        """Fill every entry of ``out``, collectively; else as :meth:`Runner.run`."""
+
+    def check(self) -> None:
+        """Raise DeviceFault or ExchangeError for what kernels reported since the last check; may synchronise."""
+
+
 class Backend(Protocol):
     """What a device can do. Inputs are checked and lie on the backend's device."""
 
@@ -69,8 +85,8 @@ class Backend(Protocol):
     def topk(self, call: TopkCall, out: torch.Tensor | None, counts: torch.Tensor | None) -> tuple[Any, Any]:
         """Positions or physical rows int32 ``[rows, k]``, and counts int32 ``[rows]``."""
 
-    def runner(self, plan: Plan, device: torch.device) -> Runner:
-        """Allocate the workspace of ``plan``."""
+    def runner(self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None) -> Runner | ExchangingRunner:
+        """Allocate the workspace of ``plan``. dcp: the context-parallel object of the indexer, bound, or None."""
 
 
 class CpuBackend:
@@ -99,8 +115,8 @@ class CpuBackend:
         faults.warn(stacklevel=3)
         return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)
 
-    def runner(self, plan: Plan, device: torch.device) -> CpuRunner:
-        del device
+    def runner(self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None) -> CpuRunner:
+        del device, dcp
         return CpuRunner(plan)
 
 

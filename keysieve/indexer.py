@@ -130,14 +130,15 @@ class DecodeIndexer:
         problem = Problem(
             spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding, bool(early_release)
         )
-        self._runner = self._backend.runner(make_plan(problem), self.device)
+        self._runner: Any = self._backend.runner(make_plan(problem), self.device, dcp)
         self._known: tuple[KnownCall, ...] = ()
         self._handle = ops.register(self)
 
     @property
     def plan(self) -> Plan:
         """What runs and what it takes; printable."""
-        return self._runner.plan
+        plan: Plan = self._runner.plan
+        return plan
 
     @property
     def backend(self) -> str:
@@ -228,6 +229,7 @@ class DecodeIndexer:
                     positions,
                     out,
                     counts,
+                    site,
                 )
                 if result is not None:
                     return result
@@ -259,12 +261,15 @@ class DecodeIndexer:
             )
             self._check_limits(step, site)
             result = self._outputs(step.rows, step.codes.device, positions, out, counts)
-            if self.dcp is not None:
+            if self.dcp is not None and self._backend.name == "cpu":
                 step = self._runner.within_limits(step)
                 self._runner.check_local(self.dcp.local_lens(step.seq_lens), place)
                 self._exchange(self.dcp, step, self._own_logits(self.dcp, step), place, result, site)
-        if self.dcp is None and step.rows:
-            relaunch = self._runner.run(step, place, result)
+            elif self.dcp is not None and step.rows:
+                relaunch = self._runner.run(step, place, result, site)
+        if step.rows and (self.dcp is None or self._backend.name != "cpu"):
+            if self.dcp is None:
+                relaunch = self._runner.run(step, place, result)
             if (
                 relaunch is not None
                 and isinstance(query, torch.Tensor)
@@ -291,7 +296,7 @@ class DecodeIndexer:
             yield
         except BaseException:
             if self.dcp is not None and self.dcp.calls == begun:
-                self.dcp.withdraw()
+                self.dcp.refused()
             raise
 
     def _check_limits(self, step: Step, site: int) -> None:
@@ -331,7 +336,8 @@ class DecodeIndexer:
         """BF16 ``[rows, any]``: the scores of the keys that lie on this rank, by local index."""
         table = None if dcp.sharded else dcp.own_table(step.index_table)
         if dcp.sharded or table is not None:
-            return self._runner.local_logits(step.with_lengths(dcp.local_lens(step.seq_lens), table))
+            own: torch.Tensor = self._runner.local_logits(step.with_lengths(dcp.local_lens(step.seq_lens), table))
+            return own
         return dcp.own_columns(self._runner.local_logits(step))
 
     def _exchange(

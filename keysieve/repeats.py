@@ -72,12 +72,14 @@ class Relaunch(Protocol):
         out: int,
         counts: int,
         positions: int,
+        site: int,
     ) -> None:
         """Make the launches on the device's current stream.
 
         Args:
             seq_lens: the lengths as given, for kernels that do not take them as they are.
             query, .. positions: the addresses that :data:`ADDRESSES` names, 0 for what is absent.
+            site: the call's, for kernels that compare it between ranks.
         """
 
 
@@ -152,6 +154,7 @@ class KnownCall:
         positions: Any,
         out: Any,
         counts: Any,
+        site: int,
     ) -> Selection | None:
         """Make the call if it has this form, else None with nothing done."""
         # The attributes behind the properties spec and data, which cost as much as a tensor's comparison.
@@ -205,7 +208,7 @@ class KnownCall:
                 if stream == self._turns.stream and self._direct is not None:
                     self._direct(codes, pool, heads, lens, pages, table, first, number, other, stream)
                     return _selection(Selection, (out, counts, positions))
-        self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other)
+        self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other, site)
         return _selection(Selection, (out, counts, positions))
 
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from keysieve.checks import UnsupportedError, describe, message, refuse
+from keysieve.checks import describe, message, refuse
+from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import Step
 from keysieve.kernels import select_host, sm90_score_config, sm90_score_host
 from keysieve.kernels.base import Kernel
@@ -17,6 +18,7 @@ from keysieve.kernels.flags import FLAG_BAD_OWNER
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
+from keysieve.sm90_dcp import Sm90DcpRunner
 from keysieve.sm90_step import DeviceFlags, Sm90Runner, limit_requests, narrow
 from keysieve.spec import IndexerSpec, pitch_of
 
@@ -124,18 +126,13 @@ class Sm90Backend:
         )
         return chosen, number if counts is None or given else counts.copy_(number)
 
-    def runner(self, plan: Plan, device: torch.device) -> Sm90Runner:
-        """Allocate the workspace of ``plan`` and load its kernels."""
-        if plan.problem.sharding is not None:
-            raise UnsupportedError(
-                message(
-                    "dcp",
-                    got=f"{plan.problem.sharding.world} context ranks on {device}",
-                    accepted="dcp=None on CUDA devices, or dcp=ks.dcp.Gather(...) on the CPU",
-                    remedy="Context-parallel kernels do not exist yet; run tensor parallel on GPUs.",
-                )
-            )
-        return Sm90Runner(self, plan, device)
+    def runner(
+        self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None
+    ) -> Sm90Runner | Sm90DcpRunner:
+        """Allocate the workspace of ``plan`` and load its kernels. dcp: what the indexer was built with, bound."""
+        if dcp is None:
+            return Sm90Runner(self, plan, device)
+        return Sm90DcpRunner(self, plan, device, dcp)
 
     # --- shared pieces ---------------------------------------------------------------------------------------------
 

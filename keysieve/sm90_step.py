@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from keysieve.checks import DeviceFault, KeysieveError, UnsupportedError, describe, message, refuse
+from keysieve.checks import DeviceFault, describe, refuse
 from keysieve.inputs import Placement, Selection, Step
 from keysieve.kernels import select_host
 from keysieve.kernels.flags import describe as describe_flags
@@ -206,20 +206,6 @@ class Sm90Runner(StreamWorkspace):
         )
         return self._calls
 
-    # Context parallelism does not run here (Sm90Backend.runner refuses it), so nobody comes this way.
-
-    def within_limits(self, step: Step) -> Step:
-        del step
-        raise _no_sharding()
-
-    def check_local(self, local_lens: torch.Tensor, place: Placement) -> None:
-        del local_lens, place
-        raise _no_sharding()
-
-    def local_logits(self, step: Step) -> torch.Tensor:
-        del step
-        raise _no_sharding()
-
 
 class Sm90Relaunch:
     """The two launches of one form of step; see :class:`keysieve.repeats.Relaunch`.
@@ -259,11 +245,12 @@ class Sm90Relaunch:
         out: int,
         counts: int,
         positions: int,
+        site: int = 0,
     ) -> None:
         addresses = (query, cache, weights, lens, index_table, kv_table, out, counts, positions)
         if self.current_device() != self.index:
             with torch.cuda.device(self.index):
-                self.launch(seq_lens, *addresses)
+                self.launch(seq_lens, *addresses, site)
             return
         with self.lock:
             stream = self.raw_stream(self.index)
@@ -278,9 +265,3 @@ def _in_capture(stream: torch.cuda.Stream) -> bool:
     """Is ``stream`` part of a capture that goes on?"""
     with torch.cuda.stream(stream):
         return capturing()
-
-
-def _no_sharding() -> KeysieveError:
-    return UnsupportedError(
-        message("dcp", got="a context-parallel step", accepted="dcp=None", remedy="Run context parallelism on the CPU.")
-    )

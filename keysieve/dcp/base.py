@@ -172,6 +172,10 @@ class ContextParallel(ABC):
         code that leaves out a call which the peers make (an error between two layers) does it for that call.
         """
 
+    def refused(self) -> None:
+        """An indexer's call ended before anything of it was exchanged; by default as :meth:`withdraw`."""
+        self.withdraw()
+
     # --- what an implementation provides -----------------------------------------------------------------------
 
     @abstractmethod

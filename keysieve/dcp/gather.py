@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from keysieve.checks import UnsupportedError, message, refuse, require_int, require_tensor
+from keysieve.checks import message, refuse, require_int, require_tensor
 from keysieve.dcp.base import MAX_SITE, ContextParallel, ExchangeError, Winners, require_timeout
 from keysieve.dcp.group import require_group
 from keysieve.reference.local_topk import local_topk
@@ -100,22 +100,15 @@ class Gather(ContextParallel):
         return topk
 
     def _allocate(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise UnsupportedError(
-                message(
-                    "dcp",
-                    got=f"an all-gather for device {device}",
-                    accepted="device cpu",
-                    remedy="Run the indexer on the cpu backend; other devices' candidate kernels are not built yet.",
-                )
-            )
+        kind = device.type
         config = dist.get_backend_config(self.group)
-        if "cpu:" not in config:
+        if f"{kind}:" not in config:
+            wanted = {"cpu": "gloo", "cuda": "nccl"}.get(kind, "a backend of the device")
             refuse(
                 "group",
                 got=f"a group whose backends are {config!r}",
-                accepted="a group that can carry tensors on the CPU",
-                remedy="Make it with torch.distributed.new_group(ranks, backend='gloo').",
+                accepted=f"a group that can carry tensors on {device}",
+                remedy=f"Make it with torch.distributed.new_group(ranks, backend={wanted!r}).",
             )
 
     def select(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from keysieve.kernels.exchange_config import MERGE, PUSH, MergeConfig, PushConfig, merge_config
+from keysieve.kernels.select_host import Selector, topk_workspace_bytes
 from keysieve.spec import candidate_words
 
 Make = Callable[[Any, Any], Callable[..., None]]
@@ -73,6 +74,86 @@ class Pusher:
             site,
             int(release),
             int(chained),
+        )
+
+
+class PositionsTopk:
+    """A rank's best keys by the `topk` kernel, then :class:`Pusher`: two launches, and `prepare` before them.
+
+    Args:
+        make, n, planes: as for :class:`Pusher`.
+        max_rows, max_len: the most rows of a call, and the longest local row.
+        sms: streaming multiprocessors of the device.
+        device: where it runs.
+    """
+
+    def __init__(
+        self, make: Make, *, n: int, planes: int, max_rows: int, max_len: int, sms: int, device: torch.device
+    ) -> None:
+        self._pusher = Pusher(make, n=n, planes=planes)
+        self._selector = Selector(make, k=n, max_rows=max_rows, max_len=max_len, sms=sms, maxima=False)
+        size = topk_workspace_bytes(max_rows, max_len, n, sms)
+        with torch.inference_mode(False):
+            self._positions = torch.empty(max_rows, n, dtype=torch.int32, device=device)
+            self._counts = torch.empty(max_rows, dtype=torch.int32, device=device)
+            self._lens = torch.empty(max_rows, dtype=torch.int32, device=device)
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+    def prepare(self, seq_lens: torch.Tensor, world: int, rank: int, interleave: int, limit: int) -> None:
+        """Local lengths from global ones; before every launch of what `push` wrote down."""
+        lens = seq_lens.reshape(-1).to(torch.int64)
+        lens = torch.where(lens > limit, 0, lens.clamp_min(0))
+        whole = lens // (world * interleave)
+        rest = (lens - whole * (world * interleave) - rank * interleave).clamp(0, interleave)
+        self._lens[: lens.numel()].copy_(whole * interleave + rest)
+
+    def push(
+        self,
+        logits: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        local_limit: int,
+        flags: torch.Tensor | None = None,
+        release: bool = False,
+        chained: bool = False,
+        words: torch.Tensor | None = None,
+        peers: torch.Tensor | None = None,
+        slots: int = 0,
+        max_rows: int = 0,
+        world: int = 1,
+        rank: int = 0,
+        interleave: int = 1,
+        epoch: torch.Tensor | None = None,
+        site: int = 0,
+        limit: int = NO_LIMIT,
+    ) -> None:
+        """As `LocalTopk.push`."""
+        del interleave, limit, chained
+        rows = seq_lens.numel()
+        self._selector.topk(
+            logits,
+            self._lens[:rows],
+            out=self._positions[:rows],
+            counts=self._counts[:rows],
+            workspace=self._workspace,
+            limit=local_limit,
+            flags=flags,
+            chained=False,
+        )
+        self._pusher.push(
+            logits,
+            self._positions[:rows],
+            seq_lens,
+            words=words,
+            peers=peers,
+            slots=slots,
+            max_rows=max_rows,
+            world=world,
+            rank=rank,
+            epoch=epoch,
+            site=site,
+            release=release,
+            chained=True,
         )
 
 

@@ -124,7 +124,8 @@ class Recorder:
         self.asked.append((spec, next_n, str(device), cache))
         return "next_n: got 8; accepted: less. Do less." if next_n == 8 else None
 
-    def runner(self, plan: Any, device: torch.device) -> Any:
+    def runner(self, plan: Any, device: torch.device, dcp: Any = None) -> Any:
+        del dcp
         return SimpleNamespace(plan=plan, device=device)
 
 
