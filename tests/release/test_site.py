@@ -1,0 +1,67 @@
+"""The documentation builds without warnings and without a network, and what is generated in it is current."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the site needs sphinx (extra: docs)")
+    done = run(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html", "docs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    pages = {path.stem for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= pages
+    api = (tmp_path / "api.html").read_text()
+    for name in ("DecodeIndexer", "score", "topk", "IndexCache", "local_topk", "merge", "Exchange", "Gather"):
+        assert f"{name}" in api
+    assert not re.findall(r"(?:src|href)=\"https?://[^\"]*\.(?:js|css)", api), "the site must not load from elsewhere"
+
+
+def test_the_error_table_is_current() -> None:
+    assert run(sys.executable, "tools/error_table.py", "--check").returncode == 0, "run tools/error_table.py"
+
+
+def test_an_error_that_is_not_in_the_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import error_table
+
+    (tmp_path / "keysieve").mkdir()
+    (tmp_path / "keysieve" / "new.py").write_text(
+        'refuse("thing", got=1, accepted=f"{2} of them", remedy="Do " + "it.")'
+    )
+    monkeypatch.setattr(error_table, "ROOT", tmp_path)
+    assert "| `thing` | … of them | Do it. |" in error_table.table()
+    assert error_table.main(["--check"]) == 1
+
+
+def test_layout_pictures_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import layout_pictures
+
+    monkeypatch.setattr(layout_pictures, "FIGURES", tmp_path)
+    for draw in (layout_pictures.page, layout_pictures.rows, layout_pictures.logits):
+        draw()
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert len(drawn) == 3
+    for path in drawn:
+        assert path.read_text() == (ROOT / "docs" / "figures" / path.name).read_text()
+
+
+def test_the_snippet_that_swaps_imports_runs() -> None:
+    (snippet,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs" / "compat.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(snippet, "compat.md", "exec"), names)
+    slots = names["slots"]
+    assert slots.shape == (1, 64)  # type: ignore[attr-defined]  # a tensor
+    assert (slots >= 0).all()  # type: ignore[operator,attr-defined]
