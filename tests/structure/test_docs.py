@@ -29,7 +29,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_can_be_reached() -> None:
-    """From README over links alone."""
+    """From README over links alone, and the site's tables of contents."""
     seen: set[Path] = set()
     open_pages = [ROOT / "README.md"]
     while open_pages:
@@ -38,5 +38,7 @@ def test_every_page_can_be_reached() -> None:
             continue
         seen.add(page)
         links = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", page.read_text())
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            links += [f"{line}.md" for line in block.split() if not line.startswith(":")]
         open_pages += [(page.parent / target).resolve() for target in links if "://" not in target]
     assert not {p.relative_to(ROOT) for p in PAGES} - {p.relative_to(ROOT) for p in seen}
