@@ -189,8 +189,8 @@ class LocalTopk:
         count = n
         fits = listed <= Int32(self.config.listed)
         if not fits:
-            threshold, need = steps.find_threshold(handle, words, n, bound, True)
-            steps.list_chosen(handle, words, threshold, need)
+            threshold, need = steps.find_threshold(handle, [], n, bound, True)
+            steps.list_chosen(handle, threshold, need)
             threshold = Uint32(0)
             need = Int32(0)
         else:

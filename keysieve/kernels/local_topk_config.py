@@ -64,6 +64,7 @@ class LocalMap:
 
     first: int  # u32 [BINS]: maxima by their upper 11 bits
     second: int  # u32 [BINS]: candidates by their distance from the bound
+    low: int  # u32 [32]: maxima of the bound's bin by their lower 5 bits
     cleared: int  # bytes from 0 that are zeroed at the start
     found: int  # u32 [4]: what one warp tells the others
     sums: int  # u32 [2][32]: counts of every warp, of two scans
@@ -75,7 +76,7 @@ class LocalMap:
 
     @staticmethod
     def of(config: LocalTopkConfig) -> LocalMap:
-        cleared = 2 * 4 * BINS
+        cleared = 2 * 4 * BINS + 128
         found = cleared
         sums = found + 16
         words = sums + 256
@@ -85,6 +86,7 @@ class LocalMap:
         return LocalMap(
             first=0,
             second=4 * BINS,
+            low=8 * BINS,
             cleared=cleared,
             found=found,
             sums=sums,

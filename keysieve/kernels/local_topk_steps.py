@@ -2,8 +2,8 @@
 
 A row's vectors (8 keys, 16 bytes) are spread as in `select`: a warp owns a contiguous run of `rounds * 32` of them and
 lane l of it vectors l, l + 32, ..., so that loads are coalesced and index order is (warp, round, lane). The rounds are
-walked in batches of `held`; the first batch stays in registers, later ones are read again in every pass. No atomic's
-result decides a position.
+walked in batches of `held`; the first batch stays in registers until candidates are listed, others are read again in
+every pass. No atomic's result decides a position.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels.local_topk_config import BINS, LocalMap, LocalTopkConfig
@@ -38,6 +39,7 @@ class Row:
         self.wide = length > Int32(1 << 16)
         self.first = base + Uint32(places.first)
         self.second = base + Uint32(places.second)
+        self.low = base + Uint32(places.low)
         self.found = base + Uint32(places.found)
         self.sums = base + Uint32(places.sums)
         self.words = base + Uint32(places.words)
@@ -83,24 +85,13 @@ def load_batch(row: Any, batch: Int32) -> Any:
     return words
 
 
-@cute.jit
-def more_words(row: Any, held_words: Any, batch: Int32) -> Any:
-    """The words of any batch: the first is at hand."""
-    words = list(held_words)
-    if batch > Int32(0):
-        loaded = load_batch(row, batch)
-        for word in cutlass.range_constexpr(4 * row.config.held):
-            words[word] = loaded[word]
-    return words
-
-
 # ------------------------------------------------------------------------------------------------- histograms
 
 
 @cute.jit
 def search(histogram: Uint32, want: Int32, lane: Int32) -> Any:
-    """Whole warp: (the bin that holds the `want`-th from the top, the number in higher bins); (-1, _) if there are
-    fewer. Lane 0 owns the highest four bins of every 128."""
+    """Whole warp: (the bin that holds the `want`-th from the top, the number in higher bins, the number in it); (-1, _,
+    _) if there are fewer. Lane 0 owns the highest four bins of every 128."""
     chunk = Int32(-1)
     above = Int32(0)
     mine = Int32(0)
@@ -120,16 +111,18 @@ def search(histogram: Uint32, want: Int32, lane: Int32) -> Any:
     owner = packed.lowest_bit(votes) & Int32(31)
     above = above + Int32(cute.arch.shuffle_sync(lanes - mine, owner))
     digit = Int32(-1)
+    inside = Int32(0)
     if chunk >= Int32(0):
         place = histogram + Uint32(4 * BINS - 16) - Uint32(chunk) * Uint32(512) - Uint32(owner) * Uint32(16)
         bins = ptx.load_shared_v4(place)
         digit = Int32(BINS - 1) - chunk * Int32(128) - owner * Int32(4)
+        inside = Int32(bins[3])
         for index in cutlass.range_constexpr(3):
-            count = Int32(bins[3 - index])
-            if digit == Int32(BINS - 1 - index) - chunk * Int32(128) - owner * Int32(4) and above + count < want:
-                above = above + count
+            if above + inside < want:
+                above = above + inside
+                inside = Int32(bins[2 - index])
                 digit = digit - Int32(1)
-    return digit, above
+    return digit, above, inside
 
 
 @cute.jit
@@ -137,12 +130,12 @@ def block_search(row: Any, histogram: Uint32, want: Int32) -> Any:
     """`search` by one warp, known to all threads. A block barrier before, and one after."""
     cute.arch.sync_threads()
     if row.thread < Int32(32):
-        digit, above = search(histogram, want, row.lane)
+        digit, above, inside = search(histogram, want, row.lane)
         if row.lane == Int32(0):
-            packed.store_shared_v2(row.found, Uint32(digit), Uint32(above))
+            ptx.store_shared_v4(row.found, Uint32(digit), Uint32(above), Uint32(inside), Uint32(0))
     cute.arch.sync_threads()
-    digit_word, above_word = packed.load_shared_v2(row.found)
-    return Int32(digit_word), Int32(above_word)
+    digit_word, above_word, inside_word, _none = ptx.load_shared_v4(row.found)
+    return Int32(digit_word), Int32(above_word), Int32(inside_word)
 
 
 @cute.jit
@@ -165,45 +158,92 @@ def clear_second(row: Any) -> None:
 
 @cute.jit
 def find_bound(row: Any, words: Any, n: Int32) -> Uint32:
-    """A key16 (at least 1) that at least `n` of the row's keys reach: the lower edge of the bin of the `n`-th largest
-    of groups' maxima. A group is a run of one thread's vectors; there are about 1.5 n of them or more if the row has as
-    many vectors. 1 where too few groups hold a key. Ends with a block barrier."""
-    held, threads = row.config.held, row.config.threads
-    wanted = n * Int32(3)
-    halvings = (
-        Int32(wanted > Int32(2 * threads)) + Int32(wanted > Int32(4 * threads)) + Int32(wanted > Int32(8 * threads))
-    )
+    """A key16 (at least 1) that at least `n` of the row's keys reach: the `n`-th largest of groups' maxima, or the
+    lower edge of its bin where not many maxima lie in that. 1 where too few groups hold a key. A group is a run of one
+    thread's vectors; there are about 1.5 n of them or more if the row has as many vectors."""
+    threads = row.config.threads
+    three = n * Int32(3)
+    halvings = Int32(three > Int32(2 * threads)) + Int32(three > Int32(4 * threads)) + Int32(three > Int32(8 * threads))
     span = row.rounds >> halvings
     if span < Int32(1):
         span = Int32(1)
-    best = Uint32(0)
-    left = span
-    for step in cutlass.range_constexpr(held):
-        if Int32(step) < row.rounds:
-            best, left = count_maximum(row, words[4 * step : 4 * step + 4], best, left, span, Int32(step))
-    for batch in cutlass.range(1, row.batches, unroll=1):
-        more = load_batch(row, batch)
-        for step in cutlass.range_constexpr(held):
-            if batch * Int32(held) + Int32(step) < row.rounds:
-                number = batch * Int32(held) + Int32(step)
-                best, left = count_maximum(row, more[4 * step : 4 * step + 4], best, left, span, number)
-    digit, _above = block_search(row, row.first, n)
+    count_maxima(row, words, span, Uint32(0), False)
+    digit, above, inside = block_search(row, row.first, n)
     bound = Uint32(1)
     if digit > Int32(0):
         bound = Uint32(digit) << Uint32(5)
+        if above + inside > n + (n >> Int32(2)):
+            count_maxima(row, words, span, Uint32(digit), True)
+            cute.arch.sync_threads()
+            behind = (Uint32(31) - Uint32(row.lane)) * Uint32(4)
+            upto = packed.warp_prefix(Int32(ptx.load_shared(row.low + behind)))
+            votes = Uint32(cute.arch.vote_ballot_sync(above + upto >= n))
+            bound = bound | (Uint32(31) - Uint32(packed.lowest_bit(votes) & Int32(31)))
     return bound
 
 
 @cute.jit
-def count_maximum(row: Any, words: Any, best: Uint32, left: Int32, span: Int32, number: Int32) -> Any:
+def count_maxima(row: Any, words: Any, span: Int32, digit: Uint32, fine: cutlass.Constexpr[bool]) -> None:
+    """Count the groups' maxima by their upper 11 bits, or, `fine`, those with the digit by their lower 5."""
+    held = row.config.held
+    best = Uint32(0)
+    left = span
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < row.rounds:
+            most = best_of(words[4 * step : 4 * step + 4])
+            best, left = count_maximum(row, most, best, left, span, Int32(step), digit, fine)
+    for batch in cutlass.range(1, row.batches, unroll=1):
+        more = load_batch(row, batch)
+        for step in cutlass.range_constexpr(held):
+            number = batch * Int32(held) + Int32(step)
+            if number < row.rounds:
+                most = best_of(more[4 * step : 4 * step + 4])
+                best, left = count_maximum(row, most, best, left, span, number, digit, fine)
+
+
+def reach_x8(words: Any, bound: Uint32) -> Uint32:
+    """Bit i set where key i is at least `bound` (at least 1), i = 0..7."""
+    return _reach_x8(*words, Uint32(0) - (bound << Uint32(16)))
+
+
+@dsl_user_op
+def _reach_x8(a: Uint32, b: Uint32, c: Uint32, d: Uint32, minus: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The same from `2^32 - (bound << 16)`: the carry out of the comparing addition is shifted into the mask."""
+    lines = ["{ .reg .b32 t; mov.b32 $0, 0;"]
+    for operand in ("$4", "$3", "$2", "$1"):
+        lines.append(f"add.cc.u32 t, {operand}, $5; addc.u32 $0, $0, $0;")
+        lines.append(f"shl.b32 t, {operand}, 16; add.cc.u32 t, t, $5; addc.u32 $0, $0, $0;")
+    text = " ".join([*lines, "}"])
+    return ptx.asm(text, "=&r,r,r,r,r,r", (Uint32,), (a, b, c, d, minus), pure=True, loc=loc, ip=ip)[0]
+
+
+def best_of(words: Any) -> Uint32:
+    """Largest of a vector's lower halves, and of its upper ones."""
+    return ptx.max_u16x2(ptx.max_u16x2(words[0], words[1]), ptx.max_u16x2(words[2], words[3]))
+
+
+@cute.jit
+def count_maximum(
+    row: Any,
+    most: Uint32,
+    best: Uint32,
+    left: Int32,
+    span: Int32,
+    number: Int32,
+    digit: Uint32,
+    fine: cutlass.Constexpr[bool],
+) -> Any:
     """Take one vector into the running maximum; count that when its group of `span` vectors is complete."""
-    most = ptx.max_u16x2(ptx.max_u16x2(words[0], words[1]), ptx.max_u16x2(words[2], words[3]))
     best = ptx.max_u16x2(best, most)
     left = left - Int32(1)
     if left == Int32(0) or number + Int32(1) == row.rounds:
-        most = ptx.max_u16x2(best, best >> Uint32(16)) & Uint32(0xFFFF)
-        if most != Uint32(0):
-            ptx.red_shared(row.first + (most >> Uint32(5)) * Uint32(4), Uint32(1), "add")
+        key = ptx.max_u16x2(best, best >> Uint32(16)) & Uint32(0xFFFF)
+        if cutlass.const_expr(fine):
+            if (key >> Uint32(5)) == digit:
+                ptx.red_shared(row.low + (key & Uint32(31)) * Uint32(4), Uint32(1), "add")
+        else:
+            if key != Uint32(0):
+                ptx.red_shared(row.first + (key >> Uint32(5)) * Uint32(4), Uint32(1), "add")
         best = Uint32(0)
         left = span
     return best, left
@@ -235,13 +275,13 @@ def list_reaching(row: Any, words: Any, bound: Uint32) -> Int32:
     count = Int32(0)
     for step in cutlass.range_constexpr(held):
         if Int32(step) < row.rounds:
-            masks[step] = packed.reach_x8(words[4 * step : 4 * step + 4], bound)
+            masks[step] = reach_x8(words[4 * step : 4 * step + 4], bound)
             count = count + Int32(cute.arch.popc(masks[step]))
     for batch in cutlass.range(1, row.batches, unroll=1):
         more = load_batch(row, batch)
         for step in cutlass.range_constexpr(held):
             if batch * Int32(held) + Int32(step) < row.rounds:
-                count = count + Int32(cute.arch.popc(packed.reach_x8(more[4 * step : 4 * step + 4], bound)))
+                count = count + Int32(cute.arch.popc(reach_x8(more[4 * step : 4 * step + 4], bound)))
     place, total = block_offsets(row, scan.warp_sum(count), 0)
     if total <= Int32(row.config.listed):
         for step in cutlass.range_constexpr(held):
@@ -251,7 +291,7 @@ def list_reaching(row: Any, words: Any, bound: Uint32) -> Int32:
             more = load_batch(row, batch)
             for step in cutlass.range_constexpr(held):
                 if batch * Int32(held) + Int32(step) < row.rounds:
-                    mask = packed.reach_x8(more[4 * step : 4 * step + 4], bound)
+                    mask = reach_x8(more[4 * step : 4 * step + 4], bound)
                     number = batch * Int32(held) + Int32(step)
                     place = list_vector(row, more[4 * step : 4 * step + 4], mask, place, number)
         cute.arch.sync_threads()
@@ -335,7 +375,7 @@ def find_threshold(row: Any, words: Any, n: Int32, bound: Uint32, whole: cutlass
             clear_second(row)
             cute.arch.sync_threads()
         count_all(row, words, floor, shift, whole)
-        digit, above = block_search(row, row.second, n)
+        digit, above, _inside = block_search(row, row.second, n)
         dirty = Boolean(True)
         if shift != Uint32(0):
             floor = Uint32(digit) << Uint32(5)
@@ -356,7 +396,7 @@ def count_all(row: Any, words: Any, floor: Uint32, shift: Uint32, whole: cutlass
     """Count keys by their distance from `floor`: those of list entries (upper halves), or of all vectors."""
     if cutlass.const_expr(whole):
         for batch in cutlass.range(row.batches, unroll=1):
-            more = more_words(row, words, batch)
+            more = load_batch(row, batch)
             for word in cutlass.range_constexpr(4 * row.config.held):
                 if more[word] != Uint32(0):
                     count_from(row.second, more[word] & Uint32(0xFFFF), floor, shift)
@@ -368,14 +408,14 @@ def count_all(row: Any, words: Any, floor: Uint32, shift: Uint32, whole: cutlass
 
 
 @cute.jit
-def list_chosen(row: Any, words: Any, threshold: Uint32, need: Int32) -> None:
+def list_chosen(row: Any, threshold: Uint32, need: Int32) -> None:
     """List the row's keys above `threshold` and the first `need` equal to it, in index order. Ends with a block
     barrier."""
     held = row.config.held
     above = Int32(0)
     equal = Int32(0)
     for batch in cutlass.range(row.batches, unroll=1):
-        more = more_words(row, words, batch)
+        more = load_batch(row, batch)
         for step in cutlass.range_constexpr(held):
             greater, same = packed.masks_x8(more[4 * step : 4 * step + 4], threshold)
             above = above + Int32(cute.arch.popc(greater))
@@ -383,7 +423,7 @@ def list_chosen(row: Any, words: Any, threshold: Uint32, need: Int32) -> None:
     above_before, _all = block_offsets(row, scan.warp_sum(above), 0)
     equal_before, _all_equal = block_offsets(row, scan.warp_sum(equal), 1)
     for batch in cutlass.range(row.batches, unroll=1):
-        more = more_words(row, words, batch)
+        more = load_batch(row, batch)
         for step in cutlass.range_constexpr(held):
             number = batch * Int32(held) + Int32(step)
             if number < row.rounds:

@@ -1,0 +1,130 @@
+"""The local top-N as the GPU kernel does it, pass by pass, in NumPy.
+
+What the kernel relies on, and what the property tests of this module hold to the reference:
+
+1. **Bound.** Cut a row into disjoint groups of keys. If N groups hold a key that reaches b, so do N keys: the N-th
+   largest of the groups' maxima, and all the more the lower edge of the bin it falls into, is reached by at least N
+   keys. (The edge is taken where few more than N maxima reach it: that spares a look at their lower bits.) Which keys
+   make a group does not matter; the kernel takes runs of one thread's vectors. With fewer than N groups that hold a key
+   there is no bound (1, which every key reaches).
+2. **List.** The keys that reach the bound, in index order, hold the N best. If the list has no room for them, all keys
+   are looked at instead; nothing else changes.
+3. **Threshold.** A histogram of the 2,048 values from a floor on, the last bin taking all that lies beyond, gives the
+   N-th largest key exactly unless it falls into that last bin. Then the upper 11 bits are counted, and the histogram is
+   made again from the lowest value that has the digit found.
+4. **Ties.** All keys above the threshold are taken, and the first `need` equal to it, in index order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keysieve.models.select import Indices, Keys
+
+BINS = 2048
+VECTOR = 8
+
+
+def groups_of(length: int, n: int, threads: int) -> NDArray[np.int64]:
+    """The group of every vector of a row of `length` keys: a warp owns 32 * rounds neighbouring vectors, a lane every
+    32nd of them, and a group is a run of about `rounds / 2^i` of a lane's, so that there are some 1.5 n groups."""
+    vectors = -(-length // VECTOR)
+    rounds = -(-vectors // threads)
+    halvings = sum(3 * n > factor * threads for factor in (2, 4, 8))
+    span = max(1, rounds >> halvings)
+    index = np.arange(vectors)
+    warp, within = index // (32 * rounds), index % (32 * rounds)
+    number, lane = within // 32, within % 32
+    return (warp * 32 + lane) * (-(-rounds // span)) + number // span
+
+
+def find_digit(counts: NDArray[np.int64], want: int) -> tuple[int, int]:
+    """From the top bin down: (the bin that holds the `want`-th, the number in higher bins); (-1, _) if there are
+    fewer."""
+    upto = np.cumsum(counts[::-1])
+    if want > upto[-1]:
+        return -1, int(upto[-1])
+    place = int(np.argmax(upto >= want))
+    digit = len(counts) - 1 - place
+    return digit, int(upto[place] - counts[digit])
+
+
+def find_bound(keys: Keys, n: int, threads: int) -> int:
+    """A key16 that at least `n` of the keys reach: 1 where nothing better is known."""
+    vectors = -(-len(keys) // VECTOR)
+    if vectors <= n + n // 8:
+        return 1
+    group = np.repeat(groups_of(len(keys), n, threads), VECTOR)[: len(keys)]
+    maxima = np.zeros(group.max() + 1, np.uint16)
+    np.maximum.at(maxima, group, keys)
+    counts = np.bincount(maxima[maxima > 0] >> 5, minlength=BINS)
+    digit, above = find_digit(counts, n)
+    if digit <= 0:
+        return 1
+    if above + counts[digit] <= n + n // 4:
+        return digit << 5
+    low, _ = find_digit(np.bincount(maxima[maxima >> 5 == digit] & 31, minlength=32), n - above)
+    return digit << 5 | low
+
+
+def find_threshold(keys: Keys, n: int, bound: int) -> tuple[int, int, int]:
+    """(the `n`-th largest key, how many equal to it are taken, histograms made). At least `n` keys reach `bound`."""
+    floor, shift = (bound, 0) if bound > 1 else (0, 5)
+    passes = 0
+    wide = keys.astype(np.int64)
+    while True:
+        passes += 1
+        counts = np.bincount(np.minimum((wide[wide >= floor] - floor) >> shift, BINS - 1), minlength=BINS)
+        digit, above = find_digit(counts, n)
+        if shift:
+            floor, shift = digit << 5, 0
+        elif digit < BINS - 1:
+            return floor + digit, n - above, passes
+        else:
+            floor, shift = 0, 5
+
+
+def choose(keys: Keys, threshold: int, need: int) -> Indices:
+    """Indices of the keys above the threshold and of the first `need` equal to it, ascending."""
+    equal = np.flatnonzero(keys == threshold)[:need]
+    return np.sort(np.concatenate([np.flatnonzero(keys > threshold), equal]))
+
+
+def best_keys(keys: Keys, n: int, *, threads: int = 1024, listed: int = 4096) -> Indices:
+    """Local indices of the first min(n, length) of a row's keys (key16) by (key descending, index ascending)."""
+    if len(keys) <= n:
+        return np.arange(len(keys))
+    bound = find_bound(keys, n, threads)
+    reaching = np.flatnonzero(keys >= bound)
+    assert len(reaching) >= n
+    if len(reaching) > listed:
+        threshold, need, _ = find_threshold(keys, n, bound)
+        return choose(keys, threshold, need)
+    threshold, need, _ = find_threshold(keys[reaching], n, bound)
+    return reaching[choose(keys[reaching], threshold, need)]
+
+
+def candidate_row(keys: Keys, n: int, planes: int, *, threads: int = 1024, listed: int = 4096) -> NDArray[np.uint32]:
+    """The row's words: entries in ascending index, empty ones last, then the index planes."""
+    chosen = best_keys(keys, n, threads=threads, listed=listed)
+    groups = -(-n // 32)
+    words = np.zeros(n + planes * groups, np.uint32)
+    low = (0xFFFF - (chosen & 0xFFFF)).astype(np.uint32)
+    words[: len(chosen)] = keys[chosen].astype(np.uint32) << 16 | low
+    upper = np.zeros(groups * 32, np.uint32)
+    upper[: len(chosen)] = chosen >> 16
+    place = np.arange(32, dtype=np.uint32)
+    for plane in range(planes):
+        bits = (upper.reshape(groups, 32) >> np.uint32(plane) & np.uint32(1)) << place
+        words[n + plane * groups : n + (plane + 1) * groups] = bits.sum(1, dtype=np.uint32)
+    return words
+
+
+def pairs_of(words: NDArray[np.uint32], rows: int, site: int, length: int, tag: int) -> NDArray[np.uint32]:
+    """What is pushed for a row, uint32 [pairs, 4]: two words of it and the tag beside each, the signature last."""
+    padded = np.append(words, np.zeros(len(words) % 2, np.uint32))
+    data = np.append(padded, np.array([rows << 16 | site, max(length, 0)], np.uint32)).reshape(-1, 2)
+    pairs = np.full((len(data), 4), tag, np.uint32)
+    pairs[:, 0::2] = data
+    return pairs
