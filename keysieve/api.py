@@ -15,11 +15,13 @@ from keysieve.backends import load, name_for, resolve
 from keysieve.checks import refuse
 from keysieve.indexer import DecodeIndexer, workspace_bytes
 from keysieve.inputs import Query, check_apart, check_output, check_step
+from keysieve.reference.local_topk import check_local_topk
+from keysieve.reference.local_topk import local_topk as local_topk_reference
 from keysieve.reference.score import check_max_len
 from keysieve.reference.topk import check_topk
 from keysieve.spec import IndexerSpec
 
-__all__ = ["DecodeIndexer", "score", "topk", "workspace_bytes"]
+__all__ = ["DecodeIndexer", "local_topk", "score", "topk", "workspace_bytes"]
 
 
 def score(
@@ -126,3 +128,34 @@ def topk(
     p = call.place
     ops.topk(call.logits, call.lengths, p.kv_table, call.owner, p.kv_page, p.block_rows, chosen, number)
     return chosen, number
+
+
+def local_topk(
+    logits: torch.Tensor, local_lens: torch.Tensor, n: int, planes: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's first ``min(n, local length)`` keys by (key16 descending, local index ascending), as candidate rows.
+
+    A candidate row is what context-parallel ranks send each other: int32 ``[n + planes * ceil(n / 32)]``. Word j < n is
+    ``key16 << 16 | (0xFFFF - (l & 0xFFFF))`` for local index l, entries in ascending local index, or 0 when empty; bit
+    ``j % 32`` of word ``n + p * ceil(n / 32) + j // 32`` is bit ``16 + p`` of entry j's local index.
+
+    Args:
+        logits: bfloat16 ``[rows, width]``, any row stride, unit inner stride; this rank's keys by local index.
+        local_lens: int32 or int64 ``[rows]`` or ``[requests, next_n]``: keys of each row on this rank, 0 or less for
+            none.
+        n: entries of a candidate row, 1..4096.
+        planes: bit planes for the local index above its low 16 bits, 1..10, the same on all ranks
+            (:func:`keysieve.spec.index_planes` of the longest local length).
+
+    Returns:
+        ``(words int32 [rows, n + planes * ceil(n / 32)], counts int32 [rows])``. A row with more keys than ``logits``
+        has columns, or than ``planes`` can index, is refused on the CPU; on a GPU it is left empty and reported.
+
+    Raises:
+        KeysieveError: an argument of the wrong dtype, shape or device.
+        UnsupportedError: no backend serves the tensors' device.
+    """
+    if isinstance(logits, torch.Tensor) and logits.device.type != "cpu":
+        given, lens = check_local_topk(logits, local_lens, n, planes)
+        return load(name_for("auto", given.device)).local_topk(given, lens, n, planes)
+    return local_topk_reference(logits, local_lens, n, planes)

@@ -16,6 +16,7 @@ from keysieve.checks import KeysieveError, UnsupportedError, message, require_ch
 from keysieve.inputs import Placement, Selection, Step, check_spec
 from keysieve.plan import Plan
 from keysieve.reference.faults import Faults
+from keysieve.reference.local_topk import local_topk
 from keysieve.reference.score import score_checked
 from keysieve.reference.step import CpuRunner
 from keysieve.reference.topk import TopkCall, topk_checked
@@ -85,6 +86,11 @@ class Backend(Protocol):
     def topk(self, call: TopkCall, out: torch.Tensor | None, counts: torch.Tensor | None) -> tuple[Any, Any]:
         """Positions or physical rows int32 ``[rows, k]``, and counts int32 ``[rows]``."""
 
+    def local_topk(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, n: int, planes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidate rows int32 ``[rows, words]``, and counts int32 ``[rows]``."""
+
     def runner(self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None) -> Runner | ExchangingRunner:
         """Allocate the workspace of ``plan``. dcp: the context-parallel object of the indexer, bound, or None."""
 
@@ -114,6 +120,11 @@ class CpuBackend:
         chosen, number = topk_checked(call, faults)
         faults.warn(stacklevel=3)
         return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)
+
+    def local_topk(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, n: int, planes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return local_topk(logits, local_lens, n, planes)
 
     def runner(self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None) -> CpuRunner:
         del device, dcp

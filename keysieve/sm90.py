@@ -15,12 +15,13 @@ from keysieve.inputs import Step
 from keysieve.kernels import select_host, sm90_score_config, sm90_score_host
 from keysieve.kernels.base import Kernel
 from keysieve.kernels.flags import FLAG_BAD_OWNER
+from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
 from keysieve.sm90_dcp import Sm90DcpRunner
 from keysieve.sm90_step import DeviceFlags, Sm90Runner, limit_requests, narrow
-from keysieve.spec import IndexerSpec, pitch_of
+from keysieve.spec import IndexerSpec, candidate_words, pitch_of
 
 _WEIGHTS: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -125,6 +126,19 @@ class Sm90Backend:
             flags=flags,
         )
         return chosen, number if counts is None or given else counts.copy_(number)
+
+    def local_topk(
+        self, logits: torch.Tensor, local_lens: torch.Tensor, n: int, planes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidate rows int32 ``[rows, words]``, and counts int32 ``[rows]``; a row that is too long is empty."""
+        rows, device = logits.shape[0], logits.device
+        words = torch.empty(rows, candidate_words(n, planes), dtype=torch.int32, device=device)
+        counts = torch.empty(rows, dtype=torch.int32, device=device)
+        kernel = LocalTopk(lambda k, config: self.launcher(device, k, config), n=n, planes=planes, push=False)
+        limit = 1 << (16 + planes)
+        flags = self.flags(device).word
+        kernel.topk(logits, narrow(local_lens), words=words, counts=counts, limit=limit, flags=flags)
+        return words, counts
 
     def runner(
         self, plan: Plan, device: torch.device, dcp: ContextParallel | None = None

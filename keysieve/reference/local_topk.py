@@ -41,13 +41,7 @@ def local_topk(
         KeysieveError: a wrong dtype or shape, a row longer than its logits, or with more keys than ``planes`` can
             index.
     """
-    require_int("n", n, 1, MAX_TOPK, "Offer between topk / world and topk candidates a row.")
-    require_planes(planes)
-    kinds = (torch.int32, torch.int64)
-    logits = require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True)
-    if isinstance(local_lens, torch.Tensor) and local_lens.dim() == 2 and local_lens.numel() == logits.shape[0]:
-        local_lens = local_lens.reshape(-1)  # as local_seq_lens gives them for [requests, next_n]
-    local_lens = require_tensor("local_lens", local_lens, dtypes=kinds, shape=(logits.shape[0],), device=logits.device)
+    logits, local_lens = check_local_topk(logits, local_lens, n, planes)
     longest = int(local_lens.max()) if local_lens.numel() else 0
     if longest > logits.shape[1]:
         # Left empty on this rank alone, the row would lose winners in the merge.
@@ -69,6 +63,20 @@ def local_topk(
     keys = key16(logits.gather(1, local.clamp_min(0))) if logits.shape[1] else torch.zeros_like(picked)
     keys = torch.where(local < 0, torch.zeros_like(keys), keys)
     return pack_candidates(keys, local, planes), counts
+
+
+def check_local_topk(
+    logits: torch.Tensor, local_lens: torch.Tensor, n: int, planes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensors of a :func:`local_topk` call, lengths flattened, if dtypes, shapes and numbers are accepted."""
+    require_int("n", n, 1, MAX_TOPK, "Offer between topk / world and topk candidates a row.")
+    require_planes(planes)
+    kinds = (torch.int32, torch.int64)
+    logits = require_tensor("logits", logits, dtypes=(torch.bfloat16,), shape=(None, None), unit_inner=True)
+    if isinstance(local_lens, torch.Tensor) and local_lens.dim() == 2 and local_lens.numel() == logits.shape[0]:
+        local_lens = local_lens.reshape(-1)  # as local_seq_lens gives them for [requests, next_n]
+    local_lens = require_tensor("local_lens", local_lens, dtypes=kinds, shape=(logits.shape[0],), device=logits.device)
+    return logits, local_lens
 
 
 def require_planes(planes: object) -> int:
