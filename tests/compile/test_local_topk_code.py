@@ -1,0 +1,104 @@
+"""The local top-N as compiled code: limits of the chip, the instructions that matter, what a call launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from keysieve.compile.build import build
+from keysieve.kernels.base import ARCHS, MAX_BLOCK_SHARED, Kernel
+from keysieve.kernels.local_topk_config import LOCAL_PUSH, LOCAL_TOPK, LocalMap, LocalTopkConfig, config_for
+from keysieve.kernels.local_topk_host import LocalTopk, on_vectors
+
+ARGUMENTS = 24  # of the entry, without the stream
+
+
+@pytest.mark.parametrize("kernel", [LOCAL_PUSH, LOCAL_TOPK], ids=lambda kernel: kernel.name)
+def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
+    for config in kernel.admitted("sm_90a"):
+        places = LocalMap.of(config)
+        assert config.shared_bytes == places.total <= MAX_BLOCK_SHARED
+        offsets = [
+            places.first, places.second, places.low, places.cleared, places.found, places.sums, places.words,
+            places.tops, places.list, places.list_tops, places.total,
+        ]  # fmt: skip
+        assert offsets == sorted(offsets)
+        assert all(place % 16 == 0 for place in offsets)
+        assert config.share * config.threads == config.listed >= 2 * config.n_class
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", [LOCAL_PUSH, LOCAL_TOPK], ids=lambda kernel: kernel.name)
+def test_code(kernel: Kernel, arch: str) -> None:
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+    config = config_for(1216 if arch == "sm_90a" else 4096, kernel is LOCAL_PUSH)
+    facts = build(kernel, config, arch).facts
+    (code,) = facts.kernels
+    assert code.frame_bytes == code.stack_bytes == 0
+    assert code.threads == (config.threads, 1, 1)
+    (launch,) = facts.launches
+    assert launch.dynamic_shared == config.shared_bytes
+    assert launch.programmatic == "run time"
+    assert facts.count(r"griddepcontrol\.wait") == 2, "settled lengths are read before it, others after"
+    assert facts.count(r"atom\.") == 0, "no atomic's result may decide a position"
+    assert facts.count(r"red\.(relaxed\.gpu\.)?global") == 1, "the flag word only"
+    pushes = facts.count(r"st\.relaxed\.sys\.global\.v2\.b64")
+    assert (pushes > 0) == config.push
+    assert facts.count(r"fence\.|membar") == 0, "a tagged pair needs no fence"
+
+
+class Recorder:
+    """Stands for a launcher: keeps what was launched with which configuration."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[LocalTopkConfig, tuple[int, ...]]] = []
+
+    def make(self, kernel: Kernel, config: LocalTopkConfig) -> Any:
+        assert config in list(kernel.admitted("sm_90a"))
+        return lambda *args: self.calls.append((config, args))
+
+
+def test_a_push_passes_what_the_entry_takes() -> None:
+    seen = Recorder()
+    use = LocalTopk(seen.make, n=352, planes=2, push=True)
+    logits = torch.zeros(3, 1024, dtype=torch.bfloat16)
+    lens = torch.tensor([5, 6, 7], dtype=torch.int32)
+    peers, epoch = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    use.push(
+        logits, lens, world=8, rank=3, interleave=64, peers=peers, slots=256, max_rows=4, epoch=epoch, site=9,
+        limit=9000, local_limit=4096, settled=True, release=True, chained=True,
+    )  # fmt: skip
+    ((config, args),) = seen.calls
+    assert (config.push, config.n_class, len(args)) == (True, 2048, ARGUMENTS)
+    assert args[1] == 1024
+    assert args[3:9] == (1, 3, 352, 2, 9000, 1024), "a row cannot have more keys than columns"
+    assert args[9:12] == (0, 0, 0)
+    assert args[12:20] == (peers.data_ptr(), 256, 4, 8, 3, 64, epoch.data_ptr(), 9)
+    assert args[20:] == (0, 1, 1, 1)
+    use.push(logits, lens[:0], world=8, rank=3, interleave=64)
+    assert len(seen.calls) == 1, "no rows, no launch"
+
+
+def test_rows_off_16_bytes_are_copied_first() -> None:
+    seen = Recorder()
+    use = LocalTopk(seen.make, n=4096, planes=1, push=False)
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    lens = torch.tensor([[5, 0], [6, 0]], dtype=torch.int32)[:, 0]
+    words = torch.zeros(2, 4300, dtype=torch.int32)[:, :4224]
+    for at, pitch, width, direct in (
+        (0, 1024, 1000, True),
+        (8, 1024, 1001, True),
+        (1, 1024, 8, False),
+        (0, 1023, 9, False),
+    ):
+        logits = memory[at : at + 2 * pitch].view(2, pitch)[:, :width]
+        assert on_vectors(logits) == direct
+        use.topk(logits, lens, words=words)
+        _, args = seen.calls[-1]
+        assert len(args) == ARGUMENTS
+        assert (args[0] == logits.data_ptr()) == direct
+        assert args[1] == (1024 if direct else -(-width // 8) * 8)
+        assert (args[3], args[8], args[10]) == (2, width, 4300)
+    assert not on_vectors(memory[:4095].clone().view(1, 4095)), "the last vector would be read past the memory"
