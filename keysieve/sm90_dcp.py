@@ -19,6 +19,7 @@ from keysieve.dcp.exchange import Exchange
 from keysieve.dcp.exchange_memory import ExchangeMemory
 from keysieve.inputs import Placement, Selection, Step
 from keysieve.kernels.exchange_host import Merger, PositionsTopk
+from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
 from keysieve.plan import Plan, Sharding
 from keysieve.relaunch import Address, Calls, Recorder, launch_list, named
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 _SITE: Final = "site"
 _NAMES: Final = (*ADDRESSES, _SITE)
+
+FUSED = True
+"""Whether one kernel selects and pushes a rank's candidates."""
 
 
 class Sm90DcpRunner(StreamWorkspace):
@@ -66,15 +70,19 @@ class Sm90DcpRunner(StreamWorkspace):
             return Recorder(backend.launcher(device, kernel, config), self._calls)
 
         topn = self._sharding.topn
-        self._offer = PositionsTopk(
-            make,
-            n=topn,
-            planes=plan.planes,
-            max_rows=problem.max_rows,
-            max_len=self._local,
-            sms=self._blocks,
-            device=device,
-        )
+        self._offer: Any
+        if FUSED:
+            self._offer = LocalTopk(make, n=topn, planes=plan.planes, push=True)
+        else:
+            self._offer = PositionsTopk(
+                make,
+                n=topn,
+                planes=plan.planes,
+                max_rows=problem.max_rows,
+                max_len=self._local,
+                sms=self._blocks,
+                device=device,
+            )
         self._merge = Merger(
             make,
             k=problem.spec.topk,
@@ -229,7 +237,8 @@ class Sm90DcpRunner(StreamWorkspace):
     def prepare(self, seq_lens: torch.Tensor, step: Step | None) -> None:
         """What comes before the scorer: a replicated cache's narrowed table."""
         s = self._sharding
-        self._offer.prepare(seq_lens, s.world, s.rank, s.interleave, self.plan.problem.max_context)
+        if not FUSED:
+            self._offer.prepare(seq_lens, s.world, s.rank, s.interleave, self.plan.problem.max_context)
         if self._shard is not None and step is not None:
             self._shard.fill_table(step)
 

@@ -24,8 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = harness.unavailable() if mine else None
     for item in mine:
         item.add_marker("gpu")
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        lacking = reason or harness.lacking(item.function)  # type: ignore[attr-defined]  # all items here are functions
+        if lacking is not None:
+            item.add_marker(pytest.mark.skip(reason=lacking))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,22 @@ def cases(*values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return mark
 
 
+def devices(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorated test needs so many devices; it is left out where there are fewer."""
+
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        function.devices = count  # type: ignore[attr-defined]  # a function attribute on purpose
+        return function
+
+    return mark
+
+
+def lacking(function: Callable[..., None]) -> str | None:
+    """Why this test cannot run on a machine whose first device is usable, or None."""
+    wanted, have = getattr(function, "devices", 1), torch.cuda.device_count()
+    return None if have >= wanted else f"needs {wanted} devices, {have} here"
+
+
 def unavailable() -> str | None:
     """Why device tests cannot run here, or None."""
     from keysieve.launch import unlaunchable

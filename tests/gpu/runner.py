@@ -49,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     device = harness.device()
     passed, failed = 0, []
     for label, function, arguments in tests(args.k):
+        lacking = harness.lacking(function)
+        if lacking is not None:
+            print(f"skip           {label}: {lacking}", flush=True)
+            continue
         start = time.perf_counter()
         try:
             function(device, **arguments)

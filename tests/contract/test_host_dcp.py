@@ -1,0 +1,120 @@
+"""The host side of a context-parallel step on a GPU: what would be launched, and what failures become (`faked_gpu`)."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from faked_gpu import SPEC, Device, arguments, call
+
+import keysieve as ks
+from keysieve.dcp import ExchangeError
+from keysieve.dcp.exchange import Exchange, virtual_ranks
+from keysieve.device.report import REPORT_MAGIC, REPORT_WORDS
+from keysieve.kernels.sharding_word import sharding_word
+
+CPU = ["cpu"] * 2
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    backend = made.install(monkeypatch)
+    backend.name = "sm90"
+    return made
+
+
+def ranks(**options: Any) -> list[tuple[Exchange, ks.DecodeIndexer]]:
+    made = virtual_ranks(CPU, topn=12, interleave=64, **options)
+    return [(one, ks.DecodeIndexer(SPEC, 8, 768, next_n=(1, 2), device="cpu", dcp=one)) for one in made]
+
+
+def test_a_step_is_three_launches_with_the_call_s_site(device: Device) -> None:
+    (one, indexer), _ = ranks()
+    call(indexer, {**arguments(), "site": 7})
+    names = [label.split("__")[0] for label, _ in device.launched]
+    assert names == ["sm90_score", "local_push", "exchange_merge"]
+    assert "layout_pitched" in device.launched[0][0]
+    assert sharding_word(2, 0, 64, 768) in device.launched[0][1]
+    first = list(device.launched)
+    call(indexer, {**arguments(), "site": 9})
+    changed = [
+        [(a, b) for a, b in zip(old, new, strict=True) if (a, b) == (7, 9)]
+        for (_, old), (_, new) in zip(first, device.launched[3:], strict=True)
+    ]
+    assert [len(c) for c in changed] == [0, 1, 1], "the site of both exchange kernels is the second call's own"
+    assert one.calls == 2
+
+
+def test_a_reported_failure_is_raised_by_check_and_by_the_next_call(device: Device) -> None:
+    (one, indexer), _ = ranks()
+    call(indexer, arguments())
+    assert one.memory is not None
+    words = [REPORT_MAGIC, 0, 3, 1, 17, 15, 1, 4 << 16 | 7, 0, 100, 0, 17] + [0] * (REPORT_WORDS - 12)
+    one.memory.report.copy_(torch.frombuffer(bytearray(struct.pack("<16I", *words)), dtype=torch.uint8))
+    expected = (
+        r"rank 0, row 3, call 17 \(4 rows, site 7, length 100\).*source rank 1: expected tag 17, seen 15.*round 1"
+    )
+    with pytest.raises(ExchangeError, match=expected):
+        indexer.check()
+    before = len(device.launched)
+    with pytest.raises(ExchangeError, match=expected):
+        call(indexer, arguments())
+    assert len(device.launched) == before
+
+
+def test_a_refused_call_leaves_the_exchange_usable_and_a_left_out_one_does_not(device: Device) -> None:
+    (one, indexer), _ = ranks()
+    with pytest.raises(ks.KeysieveError, match="weights"):
+        call(indexer, {**arguments(), "weights": torch.zeros(3, 3)})
+    assert not device.launched
+    call(indexer, arguments())
+    one.withdraw()
+    with pytest.raises(ExchangeError, match="left out a call"):
+        call(indexer, arguments())
+
+
+def test_a_call_cut_off_between_its_launches_is_the_last(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, indexer), _ = ranks()
+    call(indexer, arguments())
+    launched = device.launched
+
+    class Cut(list[Any]):
+        def append(self, item: Any) -> None:
+            if len(self) == 4:
+                raise KeyboardInterrupt
+            super().append(item)
+
+    device.launched = Cut(launched)
+    with pytest.raises(KeyboardInterrupt):
+        call(indexer, arguments())
+    device.launched = launched
+    with pytest.raises(ExchangeError, match="interrupted"):
+        call(indexer, arguments())
+
+
+def test_building_an_indexer_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    from keysieve.dcp import exchange
+
+    monkeypatch.setattr(exchange, "capturing", lambda: True)
+    with pytest.raises(ks.KeysieveError, match="before the capture"):
+        ranks()
+
+
+def test_no_rows_launch_nothing(device: Device) -> None:
+    (_, indexer), _ = ranks()
+    given = arguments(0)
+    assert call(indexer, given).rows.shape == (0, SPEC.topk)
+    assert not device.launched
+
+
+def test_a_replicated_cache_is_read_through_this_rank_s_pages(device: Device) -> None:
+    _, (one, indexer) = ranks(sharded=False)
+    given = arguments()
+    given["index_table"] = torch.arange(2 * 12, dtype=torch.int32).view(2, 12) % 9
+    call(indexer, given)
+    narrow = indexer._runner._shard._narrow
+    assert narrow[:2, :6].tolist() == given["index_table"][:, 1::2].tolist()
+    assert one.rank == 1
