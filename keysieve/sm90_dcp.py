@@ -18,7 +18,7 @@ from keysieve.dcp.base import ContextParallel
 from keysieve.dcp.exchange import Exchange
 from keysieve.dcp.exchange_memory import ExchangeMemory
 from keysieve.inputs import Placement, Selection, Step
-from keysieve.kernels.exchange_host import Merger, PositionsTopk
+from keysieve.kernels.exchange_host import Merger
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
 from keysieve.plan import Plan, Sharding
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 _SITE: Final = "site"
 _NAMES: Final = (*ADDRESSES, _SITE)
-
-FUSED = True
-"""Whether one kernel selects and pushes a rank's candidates."""
 
 
 class Sm90DcpRunner(StreamWorkspace):
@@ -70,19 +67,7 @@ class Sm90DcpRunner(StreamWorkspace):
             return Recorder(backend.launcher(device, kernel, config), self._calls)
 
         topn = self._sharding.topn
-        self._offer: Any
-        if FUSED:
-            self._offer = LocalTopk(make, n=topn, planes=plan.planes, push=True)
-        else:
-            self._offer = PositionsTopk(
-                make,
-                n=topn,
-                planes=plan.planes,
-                max_rows=problem.max_rows,
-                max_len=self._local,
-                sms=self._blocks,
-                device=device,
-            )
+        self._offer = LocalTopk(make, n=topn, planes=plan.planes, push=True)
         self._merge = Merger(
             make,
             k=problem.spec.topk,
@@ -234,11 +219,8 @@ class Sm90DcpRunner(StreamWorkspace):
         if self._exchange is not None:
             self._exchange.interrupted()
 
-    def prepare(self, seq_lens: torch.Tensor, step: Step | None) -> None:
+    def prepare(self, step: Step | None) -> None:
         """What comes before the scorer: a replicated cache's narrowed table."""
-        s = self._sharding
-        if not FUSED:
-            self._offer.prepare(seq_lens, s.world, s.rank, s.interleave, self.plan.problem.max_context)
         if self._shard is not None and step is not None:
             self._shard.fill_table(step)
 
@@ -341,7 +323,7 @@ class DcpRelaunch:
                 if pushes:
                     if self._take_lengths is not None:
                         self._take_lengths(seq_lens)
-                    runner.prepare(seq_lens, step)
+                    runner.prepare(step)
                     score(*given, stream)
                     runner.columns(seq_lens.numel())
                     offer(*given, stream)
