@@ -476,6 +476,12 @@ def clock(*, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
+def sm_number(*, loc: Any = None, ip: Any = None) -> Int32:
+    """Number of the SM that runs this thread."""
+    return asm("mov.u32 $0, %smid;", "=r", (Int32,), (), loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
 def prefetch_line(addr: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Ask for the cache line at a global address to be brought into L2."""
     asm("prefetch.global.L2 [$0];", "l", (), (addr,), loc=loc, ip=ip)

@@ -37,6 +37,7 @@ __all__ = [
     "prefix_of_few",
     "prefix_of_many",
     "prefix_word",
+    "range_of_many",
     "tiles_and_half",
     "tiles_before",
     "usable_length",
@@ -232,6 +233,16 @@ def block_range(total: Int32, block: Int32, blocks: Int32) -> Any:
     else:
         first = first + extra
     return first, first + share
+
+
+@cute.jit
+def range_of_many(prefix: Uint32, requests: Int32, capacity: Int32, block: Int32, blocks: Int32) -> Any:
+    """[first, last) of the tiles of a block, from the prefix table; at most `capacity` tiles are worked on in all."""
+    usable = tiles_before(prefix, requests)
+    if usable > capacity:
+        usable = capacity
+    first, last = block_range(usable, block, blocks)
+    return first, last
 
 
 @cute.jit

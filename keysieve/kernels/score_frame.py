@@ -59,6 +59,34 @@ class Frame:
             ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
 
     @cute.jit
+    def plan_many(
+        self,
+        shared: Any,
+        lens: Any,
+        flags: Int64,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        thread: Int32,
+        block: Int32,
+    ) -> None:
+        """The prefix table by all threads of the block; ends with a block barrier."""
+        faults = schedule.prefix_of_many(
+            lens,
+            requests,
+            limit,
+            skip,
+            shared.prefix,
+            shared.scratch,
+            thread,
+            self.config.next_n,
+            self.shape.threads,
+        )
+        cute.arch.sync_threads()
+        if faults > Int32(0) and block == Int32(0):
+            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
+
+    @cute.jit
     def report(self, shared: Any, starts: Int64, flags: Int64, requests: Int32, capacity: Int32, total: Int32) -> None:
         """One warp of block 0: the overflow flag, and the prefix table (int32 [requests + 1]) for the next kernel."""
         lane = cute.arch.lane_idx()

@@ -25,8 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule, score_trace
+from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.score_frame import Frame
 from keysieve.kernels.sm90_score_config import (
+    HOME_ROUNDS,
     PAGE_SLOT,
     ScoreConfig,
     ScoreShape,
@@ -34,10 +36,10 @@ from keysieve.kernels.sm90_score_config import (
     shape_of,
     smem_map,
 )
-from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes, stream_keys, stream_queries
+from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, PLAN_BARRIER, Boxes, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
 from keysieve.kernels.sm90_score_weights import halve_weights
-from keysieve.spec import HEAD_DIM, PAGE
+from keysieve.spec import HEAD_DIM
 
 PAGE_ROWS = 66
 """A page seen as rows of 128 bytes: 64 keys, then 64 scale words in two rows."""
@@ -58,6 +60,8 @@ class Shared:
         self.weights = origin + Uint32(places.weights)
         self.lengths = origin + Uint32(places.lengths)
         self.prefix = origin + Uint32(places.prefix)
+        self.rest = origin + Uint32(places.rest)
+        self.share = origin + Uint32(places.share)
         self.descriptors = origin + Uint32(places.descriptors)
         self.scratch = origin + Uint32(places.scratch)
         barriers = cute.recast_ptr(base + places.barriers, dtype=Int64)
@@ -88,6 +92,7 @@ class ScoreKernel(Frame):
         self.key_warp = 4 * self.shape.groups
         self.query_warp = self.key_warp + 1
         self.report_warp = self.key_warp + self.shape.producer_warps - 1
+        self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
         self.boxes = Boxes(HEAD_DIM, PAGE_ROWS, PAGE_SLOT, PAGE_BYTES)
 
     @cute.jit
@@ -196,39 +201,135 @@ class ScoreKernel(Frame):
         shared = Shared(base, self.config, shape)
         shared.trace = starts
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
+        score_trace.place(self, shared, warp == self.key_warp)
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
         score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
-        if cutlass.const_expr(shape.prefetch_table):
-            self.ask_for_tables(table, table_stride, requests, limit, thread, block, blocks)
         lengths = schedule.lengths_of(self.config.layout, lens, tops)
-        self.plan(shared, lengths, flags, requests, limit, skip, thread, warp, block)
-        total = schedule.tiles_before(shared.prefix, requests)
-        usable = total
-        if total > capacity:
-            usable = capacity
-        first, last = schedule.block_range(usable, block, blocks)
-        score_trace.mark(self, shared, score_trace.PLANNED, warp == self.key_warp)
+        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))
+        if led == Int32(0):
+            self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
         if warp >= self.key_warp:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_decrease(shape.registers[0])
-            if first < last:
-                if warp == self.key_warp:
-                    stream_keys(
-                        self, shared, key_copy, key_pages, table, table_stride, pages, flags, requests, first, last
-                    )
-                if warp == self.query_warp:
-                    stream_queries(
-                        self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, first, last
-                    )
+            if warp == self.key_warp:
+                self.send_keys(
+                    shared,
+                    key_copy,
+                    key_pages,
+                    table,
+                    table_stride,
+                    pages,
+                    flags,
+                    lengths,
+                    requests,
+                    limit,
+                    skip,
+                    capacity,
+                    block,
+                    blocks,
+                )
+            elif warp == self.query_warp:
+                self.send_queries(
+                    shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, block, blocks
+                )
+            elif led != Int32(0):
+                cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             if warp == self.report_warp and block == Int32(0):
+                total = schedule.tiles_before(shared.prefix, requests)
                 self.report(shared, starts, flags, requests, capacity, total)
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_increase(shape.registers[1])
-            if first < last:
-                consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, first, last)
+            tiles = Int32(0)
+            if led != Int32(0):
+                cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
+                sent, first, last = homes.read_share(shared.share)
+                tiles = sent + last - first
+            else:
+                first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
+                tiles = last - first
+            if tiles > Int32(0):
+                consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, tiles, led)
+
+    @cute.jit
+    def send_keys(
+        self,
+        shared: Any,
+        key_copy: cute.CopyAtom,
+        key_pages: cute.Tensor,
+        table: Int64,
+        table_stride: Int64,
+        pages: Int32,
+        flags: Int64,
+        lens: Any,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+        block: Int32,
+        blocks: Int32,
+    ) -> None:
+        """The key warp. With few requests it also plans the block's work, having sent for its home tiles first."""
+        first = Int32(0)
+        last = Int32(0)
+        if requests > Int32(schedule.few(self.config.next_n)):
+            first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
+        stream_keys(
+            self,
+            shared,
+            key_copy,
+            key_pages,
+            table,
+            table_stride,
+            pages,
+            flags,
+            requests,
+            first,
+            last,
+            (lens, limit, skip, block, blocks),
+        )
+
+    @cute.jit
+    def send_queries(
+        self,
+        shared: Any,
+        row_copy: cute.CopyAtom,
+        query_rows: cute.Tensor,
+        weights: Int64,
+        lens: Any,
+        limit: Int32,
+        requests: Int32,
+        capacity: Int32,
+        block: Int32,
+        blocks: Int32,
+    ) -> None:
+        """The query warp."""
+        home = Int32(-1)
+        first = Int32(0)
+        last = Int32(0)
+        rest = shared.prefix
+        if requests <= Int32(schedule.few(self.config.next_n)):
+            home, _place, _step = homes.home_of(requests, block, blocks)
+            rest = shared.rest
+        else:
+            first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
+        stream_queries(
+            self,
+            shared,
+            row_copy,
+            query_rows,
+            weights,
+            lens,
+            limit,
+            requests,
+            capacity,
+            first,
+            last,
+            rest,
+            home,
+        )
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
@@ -248,24 +349,6 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
             cute.arch.mbarrier_init_fence()
-
-    @cute.jit
-    def ask_for_tables(
-        self,
-        table: Int64,
-        table_stride: Int64,
-        requests: Int32,
-        limit: Int32,
-        thread: Int32,
-        block: Int32,
-        blocks: Int32,
-    ) -> None:
-        """Prefetch the page tables' first 2 MiB into L2, a line a thread, while the lengths are read."""
-        columns = Int64((limit + Int32(PAGE - 1)) >> Int32(6))
-        lines = ((Int64(requests - Int32(1)) * table_stride + columns) * Int64(4)) >> Int64(7)
-        line = Int64(thread * blocks + block)
-        if line < lines and line < Int64(1 << 14):
-            ptx.prefetch_line(table + line * Int64(128))
 
     def copy_page(
         self, shared: Any, key_copy: Any, source: Any, target: Any, page: Int32, stage: Int32, half: int, policy: Any

@@ -17,6 +17,12 @@ PAGE_SLOT = 9216
 """Shared bytes one page takes: 8,448 (64 x 128 key bytes, then 64 scale words) rounded up to the swizzle's 1,024."""
 
 PAGES_PER_TILE = 2
+FEW_REQUESTS = 128
+"""Most requests that one warp plans, `schedule.few` at next_n 1."""
+
+HOME_ROUNDS = 4
+"""Home tiles of a block at most (see `schedule_homes`): they keep it busy while the page ids of its others are read."""
+
 REGISTER_FILE = 65536
 WARPGROUP = 128
 
@@ -48,11 +54,11 @@ class ScoreShape:
     groups: consumer warpgroups; each takes every `groups`-th tile of its block. stages: tiles in the key ring.
     query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
     registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
-    registers; else they are read from shared memory for every page of a chunk, or (keep_weights) for every chunk.
-    turns: warpgroups start their products one after another, so that one's reductions meet another's products.
+    registers for all tiles of a request; else they are read from shared memory for every product. ahead: products a
+    warpgroup has in flight, 1 or 2, each with accumulators of its own. turns (ahead 1): a warpgroup starts a product
+    when the one before, of the warpgroup before, is done, so that reductions of one meet products of another.
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
-    warpgroup must take part). prefetch_table: ask for the page tables before the lengths are known. trace: write times
-    instead of `starts` (see `score_trace`).
+    warpgroup must take part). trace: write times instead of `starts` (see `score_trace`).
     """
 
     groups: int = 3
@@ -61,11 +67,10 @@ class ScoreShape:
     chunk_columns: int = 128
     registers: tuple[int, int] = (0, 0)
     resident: bool = False
-    keep_weights: bool = False
+    ahead: int = 2
     turns: bool = False
     evict_first: bool = True
     producer_warps: int = 4
-    prefetch_table: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -75,6 +80,8 @@ class ScoreShape:
             raise ValueError(f"{self}: stages is not a multiple of groups")
         if self.query_stages < self.groups - 1:
             raise ValueError(f"{self}: a request could wait for a warpgroup that has no tile left")
+        if self.ahead not in (1, 2) or (self.turns and self.ahead != 1):
+            raise ValueError(f"{self}: one or two products in flight, one where warpgroups take turns")
         if self.producer_warps not in (2, 4) or (self.registers[0] and self.producer_warps != 4):
             raise ValueError(f"{self}: 2 or 4 producer warps, 4 where registers are reallocated")
 
@@ -93,6 +100,8 @@ class SmemMap:
     weights: int
     lengths: int
     prefix: int
+    rest: int
+    share: int
     descriptors: int
     scratch: int
     barriers: int
@@ -120,12 +129,26 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     weights = query + shape.query_stages * query_bytes
     lengths = weights + shape.query_stages * weight_bytes
     prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
-    descriptors = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
+    rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
+    share = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
+    descriptors = share + 16
     scratch = descriptors + 16 * shape.stages
     barriers = scratch + 4 * 32
     total = barriers + 8 * 2 * (shape.stages + shape.query_stages)
     return SmemMap(
-        keys, query, weights, lengths, prefix, descriptors, scratch, barriers, total, query_bytes, weight_bytes
+        keys,
+        query,
+        weights,
+        lengths,
+        prefix,
+        rest,
+        share,
+        descriptors,
+        scratch,
+        barriers,
+        total,
+        query_bytes,
+        weight_bytes,
     )
 
 
@@ -154,9 +177,7 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     elif WIDE_GROUPS == 3:
         shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), turns=WIDE_TURNS)
     else:
-        shape = ScoreShape(
-            groups=2, stages=10, query_stages=2, registers=(40, 232), keep_weights=True, turns=WIDE_TURNS
-        )
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), turns=WIDE_TURNS)
     return fitted(config, shape)
 
 

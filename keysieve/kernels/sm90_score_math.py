@@ -45,7 +45,7 @@ class Targets:
 
 
 class Products:
-    """The matrix products of a tile. Chunks of equal width share two accumulators, one a page."""
+    """The matrix products of a tile. Chunks of equal width share their accumulators: one a page, or (ahead 1) one."""
 
     def __init__(self, kernel: Any, shared: Any, thread: Int32) -> None:
         heads, stages = kernel.config.heads, kernel.shape.stages
@@ -67,8 +67,8 @@ class Products:
             self.more.append(more)
             shape = begin.partition_shape_C((PAGE, columns))
             if columns not in pool:
-                pool[columns] = [cute.make_rmem_tensor(shape, Float32) for _ in range(PAGES_PER_TILE)]
-            self.acc.append(pool[columns])
+                pool[columns] = [cute.make_rmem_tensor(shape, Float32) for _ in range(kernel.shape.ahead)]
+            self.acc.append([pool[columns][page % kernel.shape.ahead] for page in range(PAGES_PER_TILE)])
 
     def __extract_mlir_values__(self) -> list[Any]:
         return []
@@ -126,10 +126,13 @@ def consume(
     products: Any,
     targets: Any,
     thread: Int32,
-    first: Int32,
-    last: Int32,
+    tiles: Int32,
+    led: Int32,
 ) -> None:
-    """One consumer warpgroup: every `groups`-th tile of the block's range, in order."""
+    """One consumer warpgroup: every `groups`-th of the block's tiles, in order.
+
+    led: 1 if the block's first request was announced before it was known to have a tile here (see `lead_keys`).
+    """
     config = kernel.config
     shape = kernel.shape
     lane = cute.arch.lane_idx()
@@ -144,10 +147,9 @@ def consume(
     stride = Int64(0)
     stage = group
     phase = Int32(0)
-    if cutlass.const_expr(shape.turns):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if group == Int32(shape.groups - 1):
-            pass_turn(shape, group, Int32(1))
-    for index in cutlass.range(group, last - first, shape.groups, unroll=1):
+    if group == Int32(shape.groups - 1):
+        pass_turn(shape, group)
+    for _index in cutlass.range(group, tiles, shape.groups, unroll=1):
         sync.wait_barrier(shared.key_full + stage, phase)
         owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
         sequence = Int32(sequence_word)
@@ -167,6 +169,7 @@ def consume(
                     for word in cutlass.range_constexpr(4):
                         if cutlass.const_expr(4 * pair + word < config.columns // 4):
                             weights[4 * pair + word] = numerics.bits_float(four[word])
+            score_trace.mark(kernel, shared, score_trace.QUERIED, group == Int32(0))
         score_tile(
             kernel,
             shared,
@@ -182,14 +185,17 @@ def consume(
             quad,
             lane,
             group,
-            Int32(index + Int32(1) < last - first),
         )
         stage = stage + Int32(shape.groups)
         if stage >= Int32(shape.stages):
             stage = stage - Int32(shape.stages)
             phase = phase ^ Int32(1)
+    if cutlass.const_expr(shape.turns):
+        skip_turns(kernel, group, tiles)
     if held >= Int32(0):
         release(shared.query_empty + held % Int32(shape.query_stages))
+    elif led != Int32(0):  # no tile for this group, but others may wait for room
+        release(shared.query_empty)
     score_trace.mark(kernel, shared, score_trace.DONE, group == Int32(0))
 
 
@@ -241,14 +247,12 @@ def score_tile(
     quad: Uint32,
     lane: Int32,
     group: Int32,
-    more: Int32,
 ) -> None:
-    """All products of a tile and their results. position: of this lane's key in its request. more: the block has
-    another tile, the next group's."""
-    steps = [(chunk, page) for chunk in range(len(kernel.chunks)) for page in range(PAGES_PER_TILE)]
-    if cutlass.const_expr(kernel.shape.turns):
-        cute.arch.barrier(barrier_id=Int32(TURN_BARRIER) + group, number_of_threads=256)
-    for ahead in cutlass.range_constexpr(2):
+    """All products of a tile and their results. position: of this lane's key in its request."""
+    steps = steps_of(kernel)
+    score_trace.tick(kernel, shared, 0, position >> Int32(7), group)
+    take_turn(kernel.shape, group)
+    for ahead in cutlass.range_constexpr(kernel.shape.ahead):
         products.issue(steps[ahead][0], steps[ahead][1], stage, query_stage)
     scale = key_scale(kernel.config, shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place)
     place = shared.weights + Uint32(query_stage) * Uint32(kernel.places.weight_bytes) + quad
@@ -269,17 +273,39 @@ def score_tile(
         scale,
         lane,
         group,
-        more,
     )
 
 
+def steps_of(kernel: Any) -> list[tuple[int, int]]:
+    """The products of a tile in their order: (chunk, page)."""
+    return [(chunk, page) for chunk in range(len(kernel.chunks)) for page in range(PAGES_PER_TILE)]
+
+
+def take_turn(shape: Any, group: Int32) -> None:
+    """With `turns`: wait until the group before has had its product."""
+    if shape.turns:
+        cute.arch.barrier(barrier_id=Int32(TURN_BARRIER) + group, number_of_threads=256)
+
+
+def pass_turn(shape: Any, group: Int32) -> None:
+    """With `turns`: this group has had its product; the next group may start one."""
+    if shape.turns:
+        after = (group + Int32(1)) % Int32(shape.groups)
+        cute.arch.barrier_arrive(barrier_id=Int32(TURN_BARRIER) + after, number_of_threads=256)
+
+
 @cute.jit
-def pass_turn(shape: cutlass.Constexpr[Any], group: Int32, more: Int32) -> None:
-    """With `turns`: this group has started its products; the next one may, if there is a tile for it."""
-    if cutlass.const_expr(shape.turns):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if more != Int32(0):
-            after = (group + Int32(1)) % Int32(shape.groups)
-            cute.arch.barrier_arrive(barrier_id=Int32(TURN_BARRIER) + after, number_of_threads=256)
+def skip_turns(kernel: cutlass.Constexpr[Any], group: Int32, tiles: Int32) -> None:
+    """Hand on the turns of the last round for a group that has no tile in it; the group that had the first pass back
+    waits for the last one, so that no barrier is left half full."""
+    groups = Int32(kernel.shape.groups)
+    rest = tiles % groups
+    if rest > Int32(0) and group >= rest:
+        for _step in cutlass.range_constexpr(len(steps_of(kernel))):
+            take_turn(kernel.shape, group)
+            pass_turn(kernel.shape, group)
+    if group == Int32(0):
+        take_turn(kernel.shape, group)
 
 
 def finish_tile(
@@ -298,27 +324,26 @@ def finish_tile(
     scale: Float32,
     lane: Int32,
     group: Int32,
-    more: Int32,
 ) -> None:
-    """Reduce each product while the next one runs; store a chunk when both of its pages are done."""
-    if len(steps) == 2:
-        pass_turn(kernel.shape, group, more)
+    """Reduce each product while the next one (ahead 1: another group's) runs; store a chunk when both of its pages are
+    done."""
+    ahead = kernel.shape.ahead
     places = store.Places(targets, row, stride, position, lane)
     inside = store.row_lengths(lengths, kernel.config.next_n)
     halves: list[Any] = []
     for step, (chunk, page) in enumerate(steps):
-        if step + 1 < len(steps):
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
+        warpgroup.wait_group(min(ahead, len(steps) - step) - 1)
+        pass_turn(kernel.shape, group)
+        if step in (0, len(steps) - 1):
+            score_trace.tick(kernel, shared, 1 if step == 0 else 2, position >> Int32(7), group)
+        if step + 1 == len(steps):
             release(shared.key_empty + stage)
+            score_trace.mark(kernel, shared, score_trace.MULTIPLIED, group == Int32(0))
         halves.append(head_sums(kernel, products.acc[chunk][page], chunk, weights, lane))
-        if page == 1 or not kernel.shape.keep_weights:
-            weights.forget()
-        if step + 2 < len(steps):
-            products.issue(steps[step + 2][0], steps[step + 2][1], stage, query_stage)
-            if step + 3 == len(steps):
-                pass_turn(kernel.shape, group, more)
+        weights.forget()
+        if step + ahead < len(steps):
+            take_turn(kernel.shape, group)
+            products.issue(steps[step + ahead][0], steps[step + ahead][1], stage, query_stage)
         if page == 1:
             start, rows = kernel.chunks[chunk]
             values = [
@@ -326,6 +351,7 @@ def finish_tile(
                 for i in range(rows)
             ]
             store.store_chunk(kernel.config, places, values, start, inside, lengths, lane)
+    score_trace.tick(kernel, shared, 3, position >> Int32(7), group)
 
 
 class Weights:

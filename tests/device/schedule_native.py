@@ -13,6 +13,10 @@ import numpy as np
 from cutlass import Int32, Int64
 
 from keysieve.kernels import schedule
+from keysieve.kernels import schedule_homes as homes
+
+MOST = 4
+"""Home rounds at most."""
 
 
 def cuts() -> np.ndarray:
@@ -27,6 +31,36 @@ def lengths() -> np.ndarray:
     """int32 [n, 3]: (length, limit, skip)."""
     edges = [-(2**31), -1, 0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 2047, 2048, 2049, 131072, 2**26, 2**31 - 1]
     return np.array([(n, m, s) for n in edges for m in (64, 2048, 131072, 2**26) for s in (0, 100, 2048)], np.int32)
+
+
+def shares() -> np.ndarray:
+    """int32 [n, 5]: (requests, block, blocks, tiles in all, tiles of the block's home request)."""
+    rng = np.random.default_rng(5)
+    drawn = []
+    for _ in range(3000):
+        requests, blocks = int(rng.choice([1, 2, 3, 8, 31, 32, 100, 128])), int(rng.choice([1, 2, 7, 66, 132, 148]))
+        block = int(rng.integers(0, blocks))
+        tiles = int(rng.integers(0, 20)) if rng.integers(2) else int(rng.integers(0, 1 << 14))
+        total = tiles + int(rng.integers(0, 50)) if rng.integers(2) else tiles + int(rng.integers(0, 1 << 20))
+        drawn.append((requests, block, blocks, total, tiles))
+    return np.array(drawn, np.int32)
+
+
+@cute.jit
+def run_shares(source: Int64, out: Int64, n: Int32) -> None:
+    src = cute.make_ptr(Int32, source, cute.AddressSpace.generic, assumed_align=4)
+    dst = cute.make_ptr(Int32, out, cute.AddressSpace.generic, assumed_align=4)
+    for i in cutlass.range(n, unroll=1):
+        requests, block, blocks, total, tiles = [(src + 5 * i + j).load() for j in range(5)]
+        request, place, step = homes.home_of(requests, block, blocks)
+        rounds = homes.home_rounds(total, blocks, MOST)
+        there = homes.at_home(request, requests, block)
+        below = homes.homes_below(tiles, there, step, rounds, MOST)
+        mine = homes.homes_below(tiles - place, Int32(1), step, rounds, MOST)
+        target = homes.target_before(total, block, blocks)
+        results = (request, place, step, rounds, there, below, mine, target)
+        for j in cutlass.range_constexpr(8):
+            (dst + 8 * i + j).store(results[j])
 
 
 @cute.jit
@@ -51,6 +85,10 @@ def main() -> None:
         compiled = cute.compile(run, Int64(0), Int64(0), Int32(0), ranges)
         compiled(Int64(data.ctypes.data), Int64(out.ctypes.data), Int32(len(data)))
         found[name] = out
+    data = shares()
+    found["shares"] = np.zeros((len(data), 8), dtype=np.int32)
+    compiled = cute.compile(run_shares, Int64(0), Int64(0), Int32(0))
+    compiled(Int64(data.ctypes.data), Int64(found["shares"].ctypes.data), Int32(len(data)))
     np.savez(sys.argv[1], **found)
 
 

@@ -47,3 +47,20 @@ def test_tiles_follow_the_contract(found: dict[str, np.ndarray]) -> None:
         if tiles:
             pages = -(-usable // spec.PAGE)
             assert half == pages % 2, (length, limit, skip)
+
+
+def test_home_tiles_follow_their_definition(found: dict[str, np.ndarray]) -> None:
+    """Each number against what it stands for, counted out."""
+    for case, got in zip(native.shares().tolist(), found["shares"].tolist(), strict=True):
+        requests, block, blocks, total, tiles = case
+        request = block % requests
+        at_home = [b for b in range(blocks) if b % requests == request]
+        rounds = max(1, min(native.MOST, total // blocks))
+        homes = {b: [i + r * len(at_home) for r in range(rounds)] for i, b in enumerate(at_home)}
+        exist = {b: sum(tile < tiles for tile in numbers) for b, numbers in homes.items()}
+        below = [b for b in at_home if b < block]
+        share, extra = divmod(total, blocks)
+        target = block * share + min(block, extra) if share else block
+        place = homes[block][0]
+        want = [request, place, len(at_home), rounds, len(below), sum(exist[b] for b in below), exist[block], target]
+        assert got == want, case

@@ -1,0 +1,163 @@
+"""Home tiles: the first tiles of a block, whose page ids are asked for together with the lengths.
+
+A block must know all lengths before it knows its range of tiles, and its range before it can ask for a page id: two
+memory latencies before the first key moves. So, for few requests, block b is at home in request `b % requests`: of that
+request's tiles the first few rounds belong to the blocks at home in it, one each a round, whatever the lengths are. A
+block reads the page ids of its home tiles while it reads the lengths, and sends for those tiles that turn out to exist.
+What is left of all requests, the rest, is numbered in request order and cut into contiguous ranges such that home and
+rest together are equal within one tile.
+
+Home rounds are as many as every block has tiles (`total // blocks`), at most `most`, and one where there are fewer
+tiles than blocks: no block gets more than an even share.
+
+The table `rest` has the form of the prefix table: `requests + 1` words, `rest tiles before the request << 1`. The rest
+of a request is its last tiles, so tile t of the numbered rest lies `rest before the next request - t` from its end.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from keysieve.device import ptx, scan
+from keysieve.kernels import schedule
+
+
+def home_of(requests: Int32, block: Int32, blocks: Int32) -> tuple[Int32, Int32, Int32]:
+    """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request."""
+    place = Int32(Uint32(block) // Uint32(requests))
+    request = block - place * requests
+    every = Int32(Uint32(blocks) // Uint32(requests))
+    step = every + Int32(request < blocks - every * requests)
+    return request, place, step
+
+
+def at_home(request: Int32, requests: Int32, blocks: Int32) -> Int32:
+    """Blocks below `blocks` that are at home in `request`."""
+    every = Int32(Uint32(blocks) // Uint32(requests))
+    return every + Int32(request < blocks - every * requests)
+
+
+def home_rounds(total: Int32, blocks: Int32, most: int) -> Int32:
+    """Rounds of home tiles when there are `total` tiles in all."""
+    rounds = Int32(1)
+    for more in range(2, most + 1):
+        rounds = rounds + Int32(total >= blocks * Int32(more))
+    return rounds
+
+
+def least(a: Int32, b: Int32) -> Int32:
+    """The smaller of two."""
+    return cutlass.select_(a < b, a, b)
+
+
+def homes_below(tiles: Int32, there: Int32, step: Int32, rounds: Int32, most: int) -> Int32:
+    """Home tiles that the first `there` of a request's `step` blocks have among its `tiles`."""
+    count = Int32(0)
+    for i in range(most):
+        left = tiles - step * Int32(i)
+        left = cutlass.select_(left > Int32(0), left, Int32(0)) * Int32(rounds > Int32(i))
+        count = count + least(left, there)
+    return count
+
+
+def target_before(total: Int32, block: Int32, blocks: Int32) -> Int32:
+    """Tiles that the blocks below `block` shall have; one each where there are fewer tiles than blocks."""
+    share = Int32(Uint32(total) // Uint32(blocks))
+    extra = total - share * blocks
+    even = block * share + least(block, extra)
+    return cutlass.select_(share == Int32(0), block, even)
+
+
+def clamp(value: Int32, most: Int32) -> Int32:
+    """`value` in 0..most."""
+    return least(cutlass.select_(value > Int32(0), value, Int32(0)), most)
+
+
+@cute.jit
+def read_lengths(
+    lens: Any,
+    requests: Int32,
+    limit: Int32,
+    skip: Int32,
+    rest: Uint32,
+    lane: Int32,
+    next_n: cutlass.Constexpr[int],
+) -> Any:
+    """One warp leaves `tiles << 1 | half` of each request in the table `rest`, for `publish` to replace.
+
+    A lane takes a run of neighbours. Returns its (requests a run, tiles, lengths above the limit).
+    """
+    each = (requests + Int32(31)) >> Int32(5)
+    first = lane * each
+    last = least(first + each, requests)
+    mine = Int32(0)
+    faults = Int32(0)
+    for request in cutlass.range(first, last, unroll=1):
+        longest, bad = schedule.longest_row(lens, request, limit, next_n)
+        tiles, half = schedule.tiles_and_half(longest, skip)
+        ptx.store_shared(rest + Uint32(request) * Uint32(4), Uint32((tiles << Int32(1)) | half))
+        mine = mine + tiles
+        faults = faults + bad
+    cute.arch.sync_warp()
+    return each, mine, faults
+
+
+@cute.jit
+def publish(
+    prefix: Uint32,
+    rest: Uint32,
+    share: Uint32,
+    requests: Int32,
+    each: Int32,
+    mine: Int32,
+    total: Int32,
+    home_tiles: Int32,
+    rounds: Int32,
+    block: Int32,
+    blocks: Int32,
+    lane: Int32,
+    most: cutlass.Constexpr[int],
+) -> Any:
+    """The same warp writes both tables and the block's share; returns (first, last) of the block's rest.
+
+    The warp may read what it wrote at once; others after a barrier. each, mine: as `read_lengths` returned them. total:
+    tiles in all. home_tiles: of this block, `rounds` having been granted.
+    """
+    first_request = lane * each
+    last_request = least(first_request + each, requests)
+    rests = Int32(0)
+    below = Int32(0)
+    for request in cutlass.range(first_request, last_request, unroll=1):
+        tiles = schedule.tiles_before(rest, request)
+        step = at_home(request, requests, blocks)
+        rests = rests + tiles - least(tiles, step * rounds)
+        below = below + homes_below(tiles, at_home(request, requests, block), step, rounds, most)
+    before = scan.warp_inclusive(mine, lane) - mine
+    rest_before = scan.warp_inclusive(rests, lane) - rests
+    below = scan.warp_sum(below)
+    left = scan.warp_sum(rests)
+    cute.arch.sync_warp()
+    for request in cutlass.range(first_request, last_request, unroll=1):
+        tiles, half = schedule.prefix_word(rest, request)
+        place = Uint32(request) * Uint32(4)
+        ptx.store_shared(prefix + place, Uint32((before << Int32(1)) | half))
+        ptx.store_shared(rest + place, Uint32(rest_before << Int32(1)))
+        before = before + tiles
+        rest_before = rest_before + tiles - least(tiles, at_home(request, requests, blocks) * rounds)
+    first = clamp(target_before(total, block, blocks) - below, left)
+    last = clamp(target_before(total, block + Int32(1), blocks) - below - home_tiles, left)
+    if lane == Int32(0):
+        end = Uint32(requests) * Uint32(4)
+        ptx.store_shared(prefix + end, Uint32(total << Int32(1)))
+        ptx.store_shared(rest + end, Uint32(left << Int32(1)))
+        ptx.store_shared_v4(share, Uint32(home_tiles), Uint32(first), Uint32(last), Uint32(0))
+    cute.arch.sync_warp()
+    return first, last
+
+
+def read_share(share: Uint32) -> tuple[Int32, Int32, Int32]:
+    """(home tiles, first and last of the rest) of the block."""
+    home, first, last, _ = ptx.load_shared_v4(share)
+    return Int32(home), Int32(first), Int32(last)
