@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from keysieve import dcp, reference
-from keysieve.api import DecodeIndexer, local_topk, score, topk, workspace_bytes
+from keysieve.api import DecodeIndexer, local_topk, merge, score, topk, workspace_bytes
 from keysieve.backends import supports
 from keysieve.cache import IndexCache
 from keysieve.checks import DeviceFault, DeviceFaultWarning, KeysieveError, UnsupportedError
 from keysieve.inputs import Selection
 from keysieve.quantize import fold_weights, quantize_query
 from keysieve.reference.dcp_maps import local_seq_lens
-from keysieve.reference.merge import merge
 from keysieve.spec import IndexerSpec
 
 __version__ = "0.1.0"

@@ -15,13 +15,15 @@ from keysieve.backends import load, name_for, resolve
 from keysieve.checks import refuse
 from keysieve.indexer import DecodeIndexer, workspace_bytes
 from keysieve.inputs import Query, check_apart, check_output, check_step
+from keysieve.reference import merge as _merge
 from keysieve.reference.local_topk import check_local_topk
 from keysieve.reference.local_topk import local_topk as local_topk_reference
+from keysieve.reference.merge import Merged
 from keysieve.reference.score import check_max_len
 from keysieve.reference.topk import check_topk
 from keysieve.spec import IndexerSpec
 
-__all__ = ["DecodeIndexer", "local_topk", "score", "topk", "workspace_bytes"]
+__all__ = ["DecodeIndexer", "local_topk", "merge", "score", "topk", "workspace_bytes"]
 
 
 def score(
@@ -159,3 +161,33 @@ def local_topk(
         given, lens = check_local_topk(logits, local_lens, n, planes)
         return load(name_for("auto", given.device)).local_topk(given, lens, n, planes)
     return local_topk_reference(logits, local_lens, n, planes)
+
+
+def merge(
+    words: torch.Tensor | list[torch.Tensor],
+    k: int,
+    *,
+    rank: int,
+    interleave: int = 1,
+    planes: int = 1,
+    seq_lens: torch.Tensor | None = None,
+    second: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_table: torch.Tensor | None = None,
+    kv_page: int | None = None,
+    block_rows: int | None = None,
+    row_request: torch.Tensor | None = None,
+) -> Merged:
+    """The winners of every row that ``rank`` owns, from the candidate rows of all ranks, and all winners' positions.
+
+    Arguments, result and refusals: see :func:`keysieve.reference.merge`. On a GPU the lists are not held to the
+    lengths; a call that could find a saturated rank without its second list synchronises to look.
+    """
+    one = words[0] if isinstance(words, list | tuple) and words else words
+    options: dict[str, Any] = {"rank": rank, "interleave": interleave, "planes": planes}
+    options |= {"seq_lens": seq_lens, "second": second}
+    if not isinstance(one, torch.Tensor) or one.device.type == "cpu" or row_request is not None:
+        place: dict[str, Any] = {"kv_table": kv_table, "kv_page": kv_page, "block_rows": block_rows}
+        return _merge(words, k, **options, **place, row_request=row_request)
+    backend: Any = load(name_for("auto", one.device))
+    found: Merged = backend.merger.merge(words, k, **options, place=(kv_table, kv_page, block_rows))
+    return found

@@ -20,6 +20,7 @@ from keysieve.launch import Launcher, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
 from keysieve.sm90_dcp import Sm90DcpRunner
+from keysieve.sm90_merge import ListMerger
 from keysieve.sm90_step import DeviceFlags, Sm90Runner, limit_requests, narrow
 from keysieve.spec import IndexerSpec, candidate_words, pitch_of
 
@@ -41,6 +42,8 @@ class Sm90Backend:
         self._sms: dict[torch.device, int] = {}
         self._launchers: dict[tuple[torch.device, Any], Launcher] = {}
         self._selectors: dict[tuple[torch.device, int, int, int], select_host.Selector] = {}
+        self.merger = ListMerger(self)
+        """Candidate rows merged by stateless calls."""
 
     # --- answers ---------------------------------------------------------------------------------------------------
 

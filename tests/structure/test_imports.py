@@ -35,6 +35,7 @@ LAYERS = {
     "keysieve.sm90": 6,
     "keysieve.sm90_step": 6,
     "keysieve.sm90_dcp": 6,
+    "keysieve.sm90_merge": 6,
     "keysieve.sm90_dcp_paths": 6,
     "keysieve.sm100": 6,
     "keysieve.backends": 6,
