@@ -76,7 +76,7 @@ def test_a_refused_call_leaves_the_exchange_usable_and_a_left_out_one_does_not(d
         call(indexer, arguments())
 
 
-def test_a_call_cut_off_between_its_launches_is_the_last(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_cut_off_between_its_launches_is_the_last(device: Device) -> None:
     (_, indexer), _ = ranks()
     call(indexer, arguments())
     launched = device.launched
@@ -95,7 +95,8 @@ def test_a_call_cut_off_between_its_launches_is_the_last(device: Device, monkeyp
         call(indexer, arguments())
 
 
-def test_building_an_indexer_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+@pytest.mark.usefixtures("device")
+def test_building_an_indexer_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from keysieve.dcp import exchange
 
     monkeypatch.setattr(exchange, "capturing", lambda: True)
@@ -110,7 +111,8 @@ def test_no_rows_launch_nothing(device: Device) -> None:
     assert not device.launched
 
 
-def test_a_replicated_cache_is_read_through_this_rank_s_pages(device: Device) -> None:
+@pytest.mark.usefixtures("device")
+def test_a_replicated_cache_is_read_through_this_rank_s_pages() -> None:
     _, (one, indexer) = ranks(sharded=False)
     given = arguments()
     given["index_table"] = torch.arange(2 * 12, dtype=torch.int32).view(2, 12) % 9
