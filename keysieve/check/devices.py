@@ -28,7 +28,7 @@ ALL_STAGES = ("writers", "queries", "scores", "topk", "steps", "replays", "shard
 WITHOUT_KERNELS = ("writers", "queries")
 """Stages that are torch operations on any device: they need no backend."""
 
-GPU_STAGES = ("writers", "queries", "scores", "topk", "steps", "replays")
+GPU_STAGES = (*ALL_STAGES, "exchange")
 
 
 def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str] | None = None) -> Scope:
@@ -60,6 +60,6 @@ def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str]
 def stages_for(scope: Scope) -> tuple[str, ...]:
     """Names of the stages that a run on ``scope`` consists of.
 
-    Context-parallel lists and merging are checked on the CPU; the kernels for them have tests of their own.
+    The exchange between context-parallel ranks is kernels' work: on the CPU `keysieve check --protocol` explores it.
     """
     return ALL_STAGES if scope.device.type == "cpu" else GPU_STAGES

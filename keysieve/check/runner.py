@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keysieve.check.exchanges import Exchanges
 from keysieve.check.replays import Replays
 from keysieve.check.selections import Rows, Shards
 from keysieve.check.steps import Scores, Steps
 from keysieve.check.trial import Mismatch, Scope, Stage
 from keysieve.check.writers import Queries, Writers
 
-STAGES: tuple[Stage[Any], ...] = (Writers(), Queries(), Scores(), Rows(), Steps(), Replays(), Shards())
+STAGES: tuple[Stage[Any], ...] = (Writers(), Queries(), Scores(), Rows(), Steps(), Replays(), Shards(), Exchanges())
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that consecutive cases of a run get seeds far apart."""

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from keysieve.api import topk
+from keysieve.api import local_topk, merge, topk
 from keysieve.check import brute
 from keysieve.check.steps import as_int32
 from keysieve.check.trial import Scope, bits16, generators, shown, thirds
 from keysieve.check.writers import require
 from keysieve.checks import DeviceFaultWarning
 from keysieve.reference.dcp_maps import local_seq_lens
-from keysieve.reference.local_topk import local_topk
-from keysieve.reference.merge import merge, saturated_ranks
+from keysieve.reference.merge import saturated_ranks
 from keysieve.testing import PATTERNS, guarded_rows
 
 TOPKS = (1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 500, 513, 705, 1023, 1024, 2047, 2048, 4095, 4096)
@@ -200,10 +199,16 @@ class Shards:
                     got = words[t].cpu().numpy().astype(np.int64) & 0xFFFFFFFF
                     require(f"candidate words of rank {rank}, row {t}, n {n}", got, want)
                     require("count", counts[t : t + 1].cpu().numpy(), as_int32([min(n, len(places))]))
-        self._merge(trial, lengths if trial.with_lengths else None, torch.stack(first), torch.stack(second))
+        given = lengths if trial.with_lengths else None
+        self._merge(trial, given, torch.stack(first), torch.stack(second), scope.device)
 
     def _merge(
-        self, trial: ShardTrial, lengths: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor
+        self,
+        trial: ShardTrial,
+        lengths: torch.Tensor | None,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        device: torch.device,
     ) -> None:
         bits, k, world, interleave = bits16(trial.logits), trial.k, trial.world, trial.interleave
         asked = saturated_ranks(first, k, interleave=interleave, planes=trial.planes, seq_lens=lengths)
@@ -211,6 +216,8 @@ class Shards:
             if int(asked[:, t].sum()) > min(world, k // trial.n):
                 require(f"saturated ranks of row {t}", asked[:, t].numpy(), np.zeros(world, dtype=bool))
         second[~asked] = 0x7FFF7FFF  # nobody may read what was not asked for
+        first, second = first.to(device), second.to(device)
+        lengths = None if lengths is None else lengths.to(device)
         wanted = [brute.select(bits[t, :n], k) for t, n in enumerate(trial.lengths)]
         for rank in range(world):
             won = merge(
@@ -222,9 +229,11 @@ class Shards:
                 }
                 local = [mine[g] for g in chosen if g in mine]
                 where = f"of row {t} on rank {rank}"
-                require(f"positions {where}", won.positions[t].numpy(), as_int32(chosen + [-1] * (k - len(chosen))))
-                require(f"winners {where}", won.rows[t].numpy(), as_int32(local + [-1] * (k - len(local))))
-                require(f"count {where}", won.counts[t : t + 1].numpy(), as_int32([len(local)]))
+                require(
+                    f"positions {where}", won.positions[t].cpu().numpy(), as_int32(chosen + [-1] * (k - len(chosen)))
+                )
+                require(f"winners {where}", won.rows[t].cpu().numpy(), as_int32(local + [-1] * (k - len(local))))
+                require(f"count {where}", won.counts[t : t + 1].cpu().numpy(), as_int32([len(local)]))
 
     def smaller(self, trial: ShardTrial) -> Iterator[ShardTrial]:
         for keep in thirds(len(trial.lengths)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from keysieve.dcp import protocol
 
         return protocol.check(large=args.protocol == "large")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # ranks that share a GPU wait for each other
     from keysieve.check.devices import stages_for
     from keysieve.check.runner import STAGES, Tally, examine, run_cases
 

@@ -28,7 +28,8 @@ def test_fault_is_found_shrunk_and_replayed(fault: Fault, monkeypatch: pytest.Mo
 
 
 def test_every_stage_has_faults_and_the_documentation_lists_them() -> None:
-    assert {f.stage for f in FAULTS} == set(STAGE)
+    on_cpus = set(STAGE) - {"exchange"}  # kernels' work alone; faults of its protocol are the explorer's to find
+    assert {f.stage for f in FAULTS} == on_cpus
     text = " ".join((Path(__file__).parents[2] / "docs" / "cli.md").read_text().split())
     for fault in FAULTS:
         assert fault.name.replace("_", " ") in text
