@@ -84,7 +84,8 @@ def replays(rank: int) -> None:
 
 def full(rank: int) -> None:
     """More rows than the chip holds blocks, a rescue in every row, epochs from 2^32 - 3."""
-    one, whole = build(Geometry(2, topn=1024, lens=(2600,) * 1200, heads=8), rank, ks.dcp.Exchange(topn=1024))
+    case = Geometry(2, topn=1024, lens=(2600,) * 1200, heads=8, distinct=3000)
+    one, whole = build(case, rank, ks.dcp.Exchange(topn=1024))
     one.dcp.memory.preset(2**32 - 3)
     torch.cuda.synchronize()
     dist.barrier()
