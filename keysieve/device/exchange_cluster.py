@@ -45,6 +45,18 @@ def send(addr: Uint32, value: Uint32, barrier: Uint32, block: Uint32, *, loc: An
 
 
 @dsl_user_op
+def send_v2(
+    addr: Uint32, a: Uint32, b: Uint32, barrier: Uint32, block: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """`send` of two neighbouring words (8-byte aligned), counting 8 bytes."""
+    text = (
+        "{ .reg .b32 a, b; mapa.shared::cluster.u32 a, $0, $4; mapa.shared::cluster.u32 b, $3, $4;"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [a], {$1, $2}, [b]; }"
+    )
+    ptx.asm(text, "r,r,r,r,r", (), (addr, a, b, barrier, block), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def _arrived(barrier: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     text = "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0; selp.b32 $0, 1, 0, p; }"
     return ptx.asm(text, "=r,r", (Uint32,), (barrier,), loc=loc, ip=ip)[0]

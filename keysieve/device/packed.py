@@ -113,12 +113,6 @@ def store_shared_v2(addr: Uint32, a: Uint32, b: Uint32, *, loc: Any = None, ip: 
 
 
 @dsl_user_op
-def load_cluster_v2(addr: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
-    """Two 32-bit words (8-byte aligned) from a cluster shared address."""
-    return ptx.asm("ld.shared::cluster.v2.b32 {$0, $1}, [$2];", "=r,=r,r", (Uint32,) * 2, (addr,), loc=loc, ip=ip)
-
-
-@dsl_user_op
 def store_shared_u8(addr: Uint32, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """The low byte of `value` to shared memory."""
     ptx.asm("st.shared.u8 [$0], $1;", "r,r", (), (addr, value), loc=loc, ip=ip)

@@ -207,6 +207,7 @@ class Select:
             if cutlass.const_expr(config.cluster > 1):
                 steps.await_cluster(active)
             places.enter(release, config)
+            steps.mark(base, thread, 12, config)
             part = (groups + active - Int32(1)) // active
             two_level = part > Int32(config.held_groups)
             if two_level:

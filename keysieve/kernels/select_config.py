@@ -101,7 +101,7 @@ class SharedMap:
     lows: tuple[int, int]  # u32 [cluster][40]: `low` of every block, then its keys in higher bins
     found: tuple[int, int]  # u32 [2]: threshold digit and the keys above it; the keys in its bin
     sums: tuple[int, int]  # u32 [32]: what every warp takes
-    arrivals: int  # u64 [4]: mbarriers of what the cluster's blocks send (stage 0 chunks, lows; stage 1 the same)
+    arrivals: int  # u64 [6]: mbarriers of what the cluster's blocks send (stage 0 chunks, bins, lows; stage 1 the same)
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
     groups: int  # u32 [held_groups]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order

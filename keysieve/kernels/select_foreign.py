@@ -92,17 +92,6 @@ def store_top(
 
 
 @cute.jit
-def prefetch_part(address: Int64, end: Int32, first: Int32, count: Int32, thread: Int32) -> None:
-    """Ask for the part's logits (from key `first` on, `count` * 64 of them) to be brought into L2: all will be read,
-    and later rounds then wait for L2 only."""
-    keys = end - first
-    if keys > count * Int32(64):
-        keys = count * Int32(64)
-    if thread == Int32(0) and keys >= Int32(8):
-        ptx.prefetch_l2(address + Int64(first) * Int64(2), (keys >> Int32(3)) * Int32(16))
-
-
-@cute.jit
 def fill_tops(
     base: Uint32,
     address: Int64,
@@ -125,8 +114,6 @@ def fill_tops(
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
     scratch = base + Uint32(SharedMap.of(config).scratch) + Uint32(warp) * Uint32(config.scratch_bytes)
-    if rounds > Int32(1):
-        prefetch_part(address, end, first_vector * Int32(64), count, thread)
     stop = (first_vector + count) * Int32(8)
     if stop > groups:
         stop = groups

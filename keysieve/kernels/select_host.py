@@ -21,7 +21,7 @@ SOLO_KEYS = 8192
 """Rows up to this many keys are one block's work: sharing them costs more than it saves."""
 
 PAIR_KEYS = 131072
-"""With given maxima, rows up to this many keys are not worth two blocks either."""
+"""With given maxima, rows up to this many keys are not worth two blocks either, unless two small ones hold all keys."""
 
 
 def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> SelectConfig:
@@ -35,8 +35,11 @@ def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> Selec
     cluster = 1
     if max_len > SOLO_KEYS:
         cluster = max(c for c in CLUSTERS if c == 1 or 4 * rows * c <= 3 * sms)
-    if cluster == 2 and maxima and max_len <= PAIR_KEYS:
+    held = SelectConfig(k_class, 1, 512, maxima).held_groups
+    if cluster == 2 and maxima and max_len <= PAIR_KEYS and (max_len > 16 * held or k > held):
         cluster = 1
+    if maxima and k <= held and PAIR_KEYS < max_len <= 2 * PAIR_KEYS and rows <= sms < 2 * rows:
+        cluster = 2  # small blocks, two on an SM: a long row's are seldom neighbours of another's
     small = SelectConfig(k_class, cluster, 512, maxima)
     large = SelectConfig(k_class, cluster, 1024, maxima)
     part = -(-max_len // cluster)

@@ -24,9 +24,10 @@ def open_exchange(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectC
     cluster = config.cluster
     if thread == Int32(0):
         for stage in cutlass.range_constexpr(2):
-            arrival = base + Uint32(SharedMap.of(config).arrivals + 16 * stage)
+            arrival = base + Uint32(SharedMap.of(config).arrivals + 24 * stage)
             exchange_cluster.arm(arrival, cluster * 128)
-            exchange_cluster.arm(arrival + Uint32(8), cluster * 132)
+            exchange_cluster.arm(arrival + Uint32(8), cluster * 256)
+            exchange_cluster.arm(arrival + Uint32(16), cluster * 132)
         exchange_cluster.publish()
     cute.arch.cluster_arrive_relaxed()
 

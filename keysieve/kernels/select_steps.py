@@ -174,14 +174,13 @@ def find_high_shared(
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then read the threshold chunk's bins
-    from each other."""
+    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then the threshold chunk's bins."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
     histogram = base + Uint32(shared.high[stage])
     chunks = base + Uint32(shared.chunks[stage])
-    arrival = base + Uint32(shared.arrivals + 16 * stage)
+    arrival = base + Uint32(shared.arrivals + 24 * stage)
     cute.arch.sync_threads()
     each = 32 // config.warps
     for index in cutlass.range_constexpr(each):
@@ -202,10 +201,10 @@ def find_high_shared(
     place = histogram + Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
     my_lower, my_upper = packed.load_shared_v2(place)
     bins = base + Uint32(shared.bins[stage]) + Uint32(lane) * Uint32(8)
+    arrival = base + Uint32(shared.arrivals + 24 * stage + 8)
     if warp < Int32(config.cluster):
-        a, b = packed.load_cluster_v2(ptx.map_shared(place, Uint32(warp)))
-        packed.store_shared_v2(bins + Uint32(warp) * Uint32(256), a, b)
-    cute.arch.sync_threads()
+        exchange_cluster.send_v2(bins + Uint32(rank) * Uint32(256), my_lower, my_upper, arrival, Uint32(warp))
+    exchange_cluster.receive(arrival)
     upper = Int32(0)
     lower = Int32(0)
     for peer in cutlass.range_constexpr(config.cluster):
@@ -284,7 +283,7 @@ def exchange_lows(
         warp = thread >> Int32(5)
         behind = (Uint32(31) - Uint32(lane)) * Uint32(4)
         lows = base + Uint32(shared.lows[stage])
-        arrival = base + Uint32(shared.arrivals + 16 * stage + 8)
+        arrival = base + Uint32(shared.arrivals + 24 * stage + 16)
         if warp < Int32(config.cluster):
             slot = lows + Uint32(rank) * Uint32(160)
             exchange_cluster.send(slot + behind, Uint32(mine), arrival, Uint32(warp))

@@ -72,23 +72,20 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", [SELECT, TOPK], ids=lambda kernel: kernel.name)
-def test_no_block_leaves_before_others_have_read_from_it(kernel: Kernel) -> None:
-    """A block reads counters in its neighbours' shared memory. Each read is followed by a block barrier, then by this
-    block's next sends, and every block waits for those sends before it goes on, and so before it ends."""
+def test_no_block_reads_from_another_one(kernel: Kernel) -> None:
+    """A block may end while others still run: whatever they want of it, it has sent. Each of the two stages sends three
+    times, waits after each time, and there is a barrier in memory for each, armed once with what will arrive."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
-    ptx = build(kernel, SelectConfig(2048, 4, 512, maxima=kernel is SELECT), "sm_90a").ptx
-    marks = {r"ld\.shared::cluster": "read", r"bar(rier)?\.sync": "barrier", r"st\.async": "send", r"try_wait": "wait"}
+    config = SelectConfig(2048, 4, 512, maxima=kernel is SELECT)
+    ptx = build(kernel, config, "sm_90a").ptx
+    assert not re.search(r"ld\.shared::cluster|atom\.shared::cluster|red\.shared::cluster", ptx)
+    armed = [int(n) for n in re.findall(r"expect_tx[^;]*, (\d+)", ptx)]
+    assert sorted(armed) == sorted(config.cluster * n for n in (128, 256, 132) * 2)
+    marks = {r"st\.async": "send", r"mbarrier\.try_wait": "wait"}
     pattern = re.compile("|".join(f"(?P<{name}>{text})" for text, name in marks.items()))
     order = [match.lastgroup for match in pattern.finditer(ptx)]
-    order = [name for index, name in enumerate(order) if name != "barrier" or order[index - 1] != "barrier"]
-    reads = [index for index, name in enumerate(order) if name == "read"]
-    assert len(reads) == 2, "one in each stage"
-    for read in reads:
-        after = [name for name in order[read + 1 :] if name in ("barrier", "send", "wait", "read")]
-        assert after[0] == "barrier"
-        assert "send" in after
-        assert after.index("send") < after.index("wait"), "what the others wait for is sent after the read"
-        assert "read" not in after[: after.index("wait")]
+    changes = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    assert changes == ["send", "wait"] * 6
 
 
 def test_two_small_blocks_fit_an_sm() -> None:
@@ -202,6 +199,8 @@ def test_rows_are_shared_while_the_chip_has_room() -> None:
     assert shape(32, 131072) == shape(64, 65536) == (1, 512)
     assert shape(32, 1 << 20) == (2, 1024)
     assert shape(128, 32768) == (1, 1024)
-    assert shape(128, 262144) == (1, 1024)
+    assert shape(128, 262144) == (2, 512), "lengths may differ: two small blocks a row"
+    assert shape(128, 1 << 20) == (1, 1024)
+    assert shape(32, 32768) == (2, 512), "two small blocks hold all keys of a row"
     assert shape(512, 65536) == (1, 512), "many rows: two blocks an SM"
     assert config_for(32, 131072, 2048, SMS, False).cluster == 2, "every key is read: two SMs read faster"
