@@ -11,8 +11,8 @@ What exchange and merge add to a step of `rows` rows on W ranks, in microseconds
 
 `pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `waves` = max(1, rows / SMs),
 bytes = rows * pairs * 16 * (W - 1). Coefficients are least squares. The error of a prediction is the root mean square
-of what the three fits leave, added in quadrature, doubled. Whether a switch with seven peers behaves as one peer does is
-not in it: no machine of more than two devices was measured.
+of what the three fits leave, added in quadrature, doubled. Whether a switch with seven peers behaves as one peer does
+is not in it: no machine of more than two devices was measured.
 """
 
 from __future__ import annotations
