@@ -18,7 +18,7 @@ from keysieve.bench import timing
 from keysieve.bench.score import Case, make_inputs, make_pool
 from keysieve.checks import KeysieveError
 from keysieve.kernels import sm90_score_config, sm90_score_host
-from keysieve.kernels.local_topk_config import LocalTopkConfig, n_class_of
+from keysieve.kernels.local_topk_config import LocalTopkConfig, n_class_of, room_for
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
 from keysieve.launch import Launcher
@@ -77,11 +77,11 @@ class Subject:
             logits=self.logits, flags=i.flags, blocks=self.blocks, sharding=word,
         )  # fmt: skip
 
-    def push(self, words: torch.Tensor | None = None, chained: bool = True) -> None:
+    def push(self, words: torch.Tensor | None = None, chained: bool = True, flags: torch.Tensor | None = None) -> None:
         s = self.shape
         self.local.push(
             self.logits, self.lens, world=s.world, rank=0, interleave=INTERLEAVE, peers=self.peers, slots=0,
-            max_rows=s.rows, epoch=self.epoch, site=3, words=words, chained=chained, settled=chained,
+            max_rows=s.rows, epoch=self.epoch, site=3, words=words, chained=chained, settled=chained, flags=flags,
         )  # fmt: skip
 
     def chain(self, index: int) -> None:
@@ -158,12 +158,25 @@ def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) ->
     return made, plateau.us
 
 
+def trace(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) -> None:
+    """Print the clocks between the kernel's marks, for the first row, of the third launch."""
+    subject = Subject(shape, pool, 1, config)
+    marks = torch.zeros(shape.rows, 16, dtype=torch.int32, device=pool.device)
+    for _ in range(3):
+        subject.score(0)
+        subject.push(flags=marks)
+        torch.cuda.synchronize(pool.device)
+    clocks = (marks[0] - marks[0, 0]).tolist()
+    print(shape.name, clocks[:11], flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m keysieve.bench.local_topk", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON-lines file to append to")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--shape", default="", metavar="THREADSxHELD", help="another configuration, for comparison")
+    parser.add_argument("--trace", action="store_true", help="with --shape: print clocks at the kernel's steps")
     args = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
     pool = make_pool(POOL_PAGES, device)
@@ -176,7 +189,11 @@ def main(argv: list[str] | None = None) -> int:
             config = None
             if args.shape:
                 threads, held = map(int, args.shape.split("x"))
-                config = LocalTopkConfig(True, n_class_of(n), threads, held)
+                room = room_for(index_planes(keys))
+                config = LocalTopkConfig(True, n_class_of(n), threads, held, room, args.trace)
+            if args.trace:
+                trace(shape, pool, config)
+                continue
             made, plateau = measure(shape, pool, config)
             e = made.extra
             print(

@@ -3,11 +3,12 @@
 One block a row. The passes are those of `keysieve/models/local_topk.py`:
 
 * a row of at most N keys offers all of them;
-* the N-th largest of groups' maxima bounds the N-th largest key from below: the keys that reach the bound go through a
-  shared list in index order; a histogram of the 2,048 values from the bound on gives the threshold, and the list's
-  entries that reach it are the row's;
-* where the list has no room for them (many equal keys, or a bound that is worth little) the same histogram is made of
-  all keys, and exactly N are listed.
+* a row that the block's registers hold (32,768 keys) is selected from directly: histogram of the upper 11 bits, of the
+  lower 5 in the threshold's bin, masks, block scan;
+* of a longer row the vectors of 8 keys whose maxima reach that of the N-th best one, or exactly the N best, go the same
+  way: they hold the N best keys, whatever the values are, and fit the registers;
+* where the maxima do not fit shared memory (more than 524,288 keys) a bound from maxima, a list of the keys that reach
+  it, and an exact pass over all keys where the list has no room.
 
 The kernel waits for its grid dependency before its first global read, but for lengths that are `settled`: complete
 before the kernel in front started, which triggers only after its own wait. Every pair of a row is pushed, padding and
@@ -123,6 +124,11 @@ class LocalTopk:
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
         for place in cutlass.range(thread, self.map.cleared // 16, config.threads, unroll=1):
             ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+        count = n + planes * ((n + Int32(31)) >> Int32(5))
+        for place in cutlass.range(n + thread, count + Int32(1), config.threads, unroll=1):  # planes and padding
+            ptx.store_shared(base + Uint32(self.map.words) + Uint32(place) * Uint32(4), Uint32(0))
+        if cutlass.const_expr(config.push):
+            self.fetch_peers(base, thread, peers, world)
         if settled == Int32(0):
             ptx.grid_wait()
         length = ptx.load(lens + Int64(row) * lens_stride * Int64(4), Int32, "relaxed")
@@ -141,17 +147,22 @@ class LocalTopk:
         fault = fault or usable > local_limit
         usable = usable * Int32(usable <= local_limit)
         handle = Row(config, base, thread, logits + Int64(row) * pitch * Int64(2), usable)
+        steps.mark(handle, 0)
         if usable > n:
             self.find(handle, n)
         else:
             self.take_all(handle, n)
         cute.arch.sync_threads()
-        self.write_planes(handle, n, planes)
-        cute.arch.sync_threads()
-        count = n + planes * ((n + Int32(31)) >> Int32(5))
+        steps.mark(handle, 8)
+        if handle.wide:
+            self.write_planes(handle, n, planes)
+            cute.arch.sync_threads()
+        steps.mark(handle, 9)
         if cutlass.const_expr(config.push):
             signature = (Uint32(rows) << Uint32(16)) | Uint32(site)
             self.push(handle, count, signature, Uint32(length), tag, peers, slots, max_rows, world, rank, row)
+        steps.mark(handle, 10)
+        steps.dump_marks(handle, flags, row)
         if words != Int64(0):
             for word in cutlass.range(thread, count, config.threads, unroll=1):
                 value = ptx.load_shared(handle.words + Uint32(word) * Uint32(4))
@@ -166,6 +177,13 @@ class LocalTopk:
                 ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
 
     @cute.jit
+    def fetch_peers(self, base: Uint32, thread: Int32, peers: Int64, world: Int32) -> None:
+        """The blocks' addresses, which never change, to shared memory."""
+        if thread < world and peers != Int64(0):
+            low, high = ptx.load_v2(peers + Int64(thread) * Int64(8))
+            packed.store_shared_v2(base + Uint32(self.map.peers) + Uint32(thread) * Uint32(8), low, high)
+
+    @cute.jit
     def tag_of(self, peers: Int64, epoch: Int64, row: Int32) -> Uint32:
         """The call's tag: one more than the row's completed calls."""
         tag = Uint32(0)
@@ -176,14 +194,42 @@ class LocalTopk:
     @cute.jit
     def find(self, handle: Any, n: Int32) -> None:
         """The words of a row of more than N keys."""
+        if handle.batches <= Int32(1):
+            words = steps.load_batch(handle, Int32(0))
+            vectors = [handle.start + Int32(32 * step) for step in range(self.config.held)]
+            steps.mark(handle, 4)
+            cute.arch.sync_threads()  # the histograms are clear
+            steps.place_held(handle, words, vectors, handle.rounds, n)
+        else:
+            cute.arch.sync_threads()
+            if cutlass.const_expr(self.config.room > 0):
+                self.find_long(handle, n)
+            else:
+                self.find_listed(handle, n)
+
+    @cute.jit
+    def find_long(self, handle: Any, n: Int32) -> None:
+        """The words of a row of more keys than the registers hold, from vectors that hold all of its N best."""
+        steps.fill_maxima(handle)
+        steps.mark(handle, 2)
+        count = steps.list_vectors(handle, n)
+        steps.mark(handle, 3)
+        words, vectors, rounds = steps.load_listed(handle, count)
+        steps.mark(handle, 4)
+        steps.place_held(handle, words, vectors, rounds, n)
+
+    @cute.jit
+    def find_listed(self, handle: Any, n: Int32) -> None:
+        """The words of a row of any length, through a list of keys that reach a bound."""
         words = steps.load_batch(handle, Int32(0))
-        cute.arch.sync_threads()  # the histograms are clear
         bound = Uint32(1)
         if handle.vectors > n + (n >> Int32(3)):
             bound = steps.find_bound(handle, words, n)
+        steps.mark(handle, 2)
         listed = Int32(self.config.listed + 1)
         if bound != Uint32(1) or handle.length <= Int32(self.config.listed):
             listed = steps.list_reaching(handle, words, bound)
+        steps.mark(handle, 3)
         threshold = Uint32(0)
         need = Int32(0)
         count = n
@@ -198,6 +244,7 @@ class LocalTopk:
         entries, rounds, start = steps.load_entries(handle, count)
         if fits:
             threshold, need = steps.find_threshold(handle, entries, n, bound, False)
+        steps.mark(handle, 4)
         steps.place_entries(handle, entries, rounds, start, threshold, need)
 
     @cute.jit
@@ -214,24 +261,17 @@ class LocalTopk:
 
     @cute.jit
     def write_planes(self, handle: Any, n: Int32, planes: Int32) -> None:
-        """The index planes and a word of padding behind the entries."""
+        """The index planes of a row that has indices of more than 16 bits. Whole warps: a word is a vote."""
         groups = (n + Int32(31)) >> Int32(5)
-        count = n + planes * groups
-        if handle.wide:  # entry and plane by warp: a word is a vote
-            for entry in cutlass.range(handle.thread, groups * Int32(32), self.config.threads, unroll=1):
-                upper = Uint32(0)
-                if entry < n and entry < handle.length:
-                    upper = ptx.load_shared_u16(handle.tops + Uint32(entry) * Uint32(2))
-                for plane in cutlass.range(planes, unroll=1):
-                    votes = Uint32(cute.arch.vote_ballot_sync(((upper >> Uint32(plane)) & Uint32(1)) != Uint32(0)))
-                    if handle.lane == Int32(0):
-                        place = n + plane * groups + (entry >> Int32(5))
-                        ptx.store_shared(handle.words + Uint32(place) * Uint32(4), votes)
-        else:
-            for place in cutlass.range(n + handle.thread, count, self.config.threads, unroll=1):
-                ptx.store_shared(handle.words + Uint32(place) * Uint32(4), Uint32(0))
-        if handle.thread == Int32(0):
-            ptx.store_shared(handle.words + Uint32(count) * Uint32(4), Uint32(0))
+        for entry in cutlass.range(handle.thread, groups * Int32(32), self.config.threads, unroll=1):
+            upper = Uint32(0)
+            if entry < n:
+                upper = ptx.load_shared_u16(handle.tops + Uint32(entry) * Uint32(2))
+            for plane in cutlass.range(planes, unroll=1):
+                votes = Uint32(cute.arch.vote_ballot_sync(((upper >> Uint32(plane)) & Uint32(1)) != Uint32(0)))
+                if handle.lane == Int32(0):
+                    place = n + plane * groups + (entry >> Int32(5))
+                    ptx.store_shared(handle.words + Uint32(place) * Uint32(4), votes)
 
     @cute.jit
     def push(
@@ -264,7 +304,7 @@ class LocalTopk:
                 target = target + Int32(1)
                 if target == world:
                     target = Int32(0)
-                block = ptx.load(peers + Int64(target) * Int64(8), Int64)
+                block = ptx.load(handle.peers + Uint32(target) * Uint32(8), Int64, space="shared::cta")
                 ptx.store_pair(block + slot + Int64(pair) * Int64(16), first, second, tag)
 
 

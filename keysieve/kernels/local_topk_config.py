@@ -31,13 +31,16 @@ class LocalTopkConfig:
             are anyone's, with local lengths.
         n_class: largest N, one of `N_CLASSES`.
         threads: threads of a block, which works on one row.
-        held: vectors of 8 keys that a thread keeps in registers; more are read again in every pass.
+        held: vectors of 8 keys that a thread keeps in registers.
+        room: vectors whose maxima shared memory has room for; a row has no more. 0: rows of any length, slower.
     """
 
     push: bool
     n_class: int = 2048
     threads: int = 1024
     held: int = 4
+    room: int = 16384
+    trace: bool = False
 
     @property
     def warps(self) -> int:
@@ -64,21 +67,24 @@ class LocalMap:
 
     first: int  # u32 [BINS]: maxima by their upper 11 bits
     second: int  # u32 [BINS]: candidates by their distance from the bound
-    low: int  # u32 [32]: maxima of the bound's bin by their lower 5 bits
+    low: int  # u32 [2][32]: keys of the threshold's bin by their lower 5 bits; maxima likewise
     cleared: int  # bytes from 0 that are zeroed at the start
-    found: int  # u32 [4]: what one warp tells the others
+    found: int  # u32 [16]: what one warp tells the others; behind it 16 more for `trace`
+    peers: int  # u64 [16]: the blocks' addresses
     sums: int  # u32 [2][32]: counts of every warp, of two scans
     words: int  # u32: the row's words and a word of padding
     tops: int  # u16 [n_class]: index >> 16 of every entry
     list: int  # u32 [listed]: words of candidates, in index order
     list_tops: int  # u16 [listed]: their index >> 16
+    maxima: int  # u16 [room]: the largest key of every vector
     total: int
 
     @staticmethod
     def of(config: LocalTopkConfig) -> LocalMap:
-        cleared = 2 * 4 * BINS + 128
+        cleared = 2 * 4 * BINS + 256
         found = cleared
-        sums = found + 16
+        peers = found + 128
+        sums = peers + 128
         words = sums + 256
         tops = words + -(-4 * (candidate_words(config.n_class, MAX_PLANES) + 2) // 16) * 16
         listed = tops + 2 * config.n_class
@@ -89,18 +95,28 @@ class LocalMap:
             low=8 * BINS,
             cleared=cleared,
             found=found,
+            peers=peers,
             sums=sums,
             words=words,
             tops=tops,
             list=listed,
             list_tops=list_tops,
-            total=list_tops + 2 * config.listed,
+            maxima=list_tops + 2 * config.listed,
+            total=list_tops + 2 * config.listed + 2 * config.room,
         )
 
 
-def config_for(n: int, push: bool) -> LocalTopkConfig:
-    """The configuration that serves `n` entries."""
-    return LocalTopkConfig(push, n_class_of(n), 1024 if push else 512)
+def room_for(planes: int) -> int:
+    """Vectors of the longest row that so many planes can index, 0 if shared memory has no room for their maxima."""
+    if planes > 3:
+        return 0
+    return 1 << 14 if planes == 1 else 1 << 16
+
+
+def config_for(n: int, planes: int, push: bool) -> LocalTopkConfig:
+    """The configuration that serves `n` entries with that many index planes."""
+    room = room_for(planes)
+    return LocalTopkConfig(push, n_class_of(n), 1024 if push or room else 512, 4, room)
 
 
 def n_class_of(n: int) -> int:
@@ -112,12 +128,12 @@ def n_class_of(n: int) -> int:
 
 def _push(arch: str) -> Iterable[LocalTopkConfig]:
     del arch  # the same for all of them
-    return [config_for(n, True) for n in N_CLASSES]
+    return [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
 
 
 def _plain(arch: str) -> Iterable[LocalTopkConfig]:
     del arch
-    return [config_for(n, False) for n in N_CLASSES]
+    return [config_for(n, planes, False) for n in N_CLASSES for planes in (1, 2, 4)]
 
 
 LOCAL_PUSH = Kernel(
@@ -126,7 +142,7 @@ LOCAL_PUSH = Kernel(
     config=LocalTopkConfig,
     archs=ARCHS,
     admitted=_push,
-    max_registers=64,
+    max_registers=128,
 )
 LOCAL_TOPK = Kernel(
     name="local_topk",

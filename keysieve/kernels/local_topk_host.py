@@ -32,7 +32,7 @@ class LocalTopk:
 
     def __init__(self, make: Make, *, n: int, planes: int, push: bool, config: LocalTopkConfig | None = None) -> None:
         self.n, self.planes = n, planes
-        self.config = config_for(n, push) if config is None else config
+        self.config = config_for(n, planes, push) if config is None else config
         self._launch = make(LOCAL_PUSH if push else LOCAL_TOPK, self.config)
 
     def push(
@@ -69,7 +69,7 @@ class LocalTopk:
         self._run(
             logits,
             seq_lens,
-            (limit, min(local_limit, logits.shape[1])),
+            (limit, min(local_limit, logits.shape[1], 1 << (16 + self.planes))),
             (words, counts),
             (_address(peers), slots, max_rows, world, rank, interleave, _address(epoch), site),
             flags,
@@ -101,7 +101,15 @@ class LocalTopk:
             logits = padded
         none = (0, 0, 0, 1, 0, 1, 0, 0)
         turn = (0, int(release), int(chained))
-        self._run(logits, local_lens, (NO_LIMIT, min(limit, width)), (words, counts), none, flags, turn)
+        self._run(
+            logits,
+            local_lens,
+            (NO_LIMIT, min(limit, width, 1 << (16 + self.planes))),
+            (words, counts),
+            none,
+            flags,
+            turn,
+        )
 
     def _run(
         self,

@@ -24,6 +24,32 @@ TOP_BIN = BINS - 1
 EQUAL_SHIFT = 16  # counts of two kinds in one word
 
 
+def mark(row: Any, slot: int) -> None:
+    """With `config.trace`: note the clock at a step, for one thread of the block (see `dump_marks`)."""
+    if row.config.trace:
+        _mark(row.found + Uint32(64 + 4 * slot), row.thread)
+
+
+@cute.jit
+def _mark(place: Uint32, thread: Int32) -> None:
+    if thread == Int32(0):
+        ptx.store_shared(place, ptx.asm("mov.u32 $0, %clock;", "=r", (Uint32,), ())[0])
+
+
+def dump_marks(row: Any, where: Int64, block: Int32) -> None:
+    """With `config.trace`: write this block's 16 marks to u32 `where[block][16]`."""
+    if row.config.trace:
+        _dump_marks(row.found + Uint32(64), where, block, row.thread)
+
+
+@cute.jit
+def _dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32) -> None:
+    if thread == Int32(0):
+        for slot in cutlass.range(16, unroll=1):
+            value = ptx.load_shared(base + Uint32(slot) * Uint32(4))
+            ptx.store(where + Int64(block * Int32(16) + slot) * Int64(4), value)
+
+
 class Row:
     """A row of `length` keys at byte `address`: trace-time handle of what the steps are addressed by."""
 
@@ -40,7 +66,10 @@ class Row:
         self.first = base + Uint32(places.first)
         self.second = base + Uint32(places.second)
         self.low = base + Uint32(places.low)
+        self.fine = base + Uint32(places.low + 128)
+        self.maxima = base + Uint32(places.maxima)
         self.found = base + Uint32(places.found)
+        self.peers = base + Uint32(places.peers)
         self.sums = base + Uint32(places.sums)
         self.words = base + Uint32(places.words)
         self.tops = base + Uint32(places.tops)
@@ -58,6 +87,21 @@ class Row:
 
 
 @cute.jit
+def settle(row: Any, raw: Any, one: Int32) -> Any:
+    """key16 of vector `one`, 0 where no key is."""
+    words = list(raw)
+    if cutlass.const_expr(row.config.push):
+        for word in cutlass.range_constexpr(4):
+            words[word] = packed.key16x2_fast(words[word])
+    else:
+        words = list(packed.foreign_key16x8(words))
+    if one * Int32(8) + Int32(8) > row.length:
+        for word in cutlass.range_constexpr(4):
+            words[word] = words[word] & packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.length)
+    return words
+
+
+@cute.jit
 def load_batch(row: Any, batch: Int32) -> Any:
     """key16 of this thread's vectors of a batch, 0 where no key is."""
     held = row.config.held
@@ -71,17 +115,9 @@ def load_batch(row: Any, batch: Int32) -> Any:
     for step in cutlass.range_constexpr(held):
         if batch * Int32(held) + Int32(step) < row.rounds:
             one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
-            if cutlass.const_expr(row.config.push):
-                for word in cutlass.range_constexpr(4):
-                    words[4 * step + word] = packed.key16x2_fast(words[4 * step + word])
-            else:
-                made = packed.foreign_key16x8(words[4 * step : 4 * step + 4])
-                for word in cutlass.range_constexpr(4):
-                    words[4 * step + word] = made[word]
-            if one * Int32(8) + Int32(8) > row.length:
-                for word in cutlass.range_constexpr(4):
-                    inside = packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.length)
-                    words[4 * step + word] = words[4 * step + word] & inside
+            made = settle(row, words[4 * step : 4 * step + 4], one)
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = made[word]
     return words
 
 
@@ -92,19 +128,20 @@ def load_batch(row: Any, batch: Int32) -> Any:
 def search(histogram: Uint32, want: Int32, lane: Int32) -> Any:
     """Whole warp: (the bin that holds the `want`-th from the top, the number in higher bins, the number in it); (-1, _,
     _) if there are fewer. Lane 0 owns the highest four bins of every 128."""
+    tail = histogram + Uint32(4 * BINS - 16) - Uint32(lane) * Uint32(16)
+    loaded = [ptx.load_shared_v4(tail - Uint32(512 * index)) for index in range(BINS // 128)]
+    fours = [Int32(a + b + c + d) for a, b, c, d in loaded]
+    totals = [scan.warp_sum(four) for four in fours]
     chunk = Int32(-1)
     above = Int32(0)
     mine = Int32(0)
     upto = Int32(0)
-    tail = histogram + Uint32(4 * BINS - 16) - Uint32(lane) * Uint32(16)
     for index in cutlass.range_constexpr(BINS // 128):
-        a, b, c, d = ptx.load_shared_v4(tail - Uint32(512 * index))
-        four = Int32(a + b + c + d)
-        reach = upto + scan.warp_sum(four)
-        if upto < want and reach >= want:
-            chunk = Int32(index)
-            above = upto
-            mine = four
+        reach = upto + totals[index]
+        hit = Int32(upto < want) * Int32(reach >= want)
+        chunk = chunk + hit * Int32(index + 1)
+        above = above + hit * upto
+        mine = mine + hit * fours[index]
         upto = reach
     lanes = packed.warp_prefix(mine)
     votes = Uint32(cute.arch.vote_ballot_sync(above + lanes >= want))
@@ -310,16 +347,21 @@ def list_vector(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32)
 @cute.jit
 def put(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32) -> None:
     """List this lane's keys that are in the mask, as words, from entry `place` on."""
-    one = row.start + number * Int32(32)
+    put_keys(row, words, mask, place, row.start + number * Int32(32), row.list, row.list_tops)
+
+
+@cute.jit
+def put_keys(row: Any, words: Any, mask: Uint32, place: Int32, one: Int32, target: Uint32, tops: Uint32) -> None:
+    """Store those keys of vector `one` that are in the mask, as words, from entry `place` of `target` on."""
     tail = Uint32(0xFFFF) - (Uint32(one * Int32(8)) & Uint32(0xFFFF))
     left = mask
     entry = Uint32(place) + Uint32(cute.arch.popc(mask))
     while left != Uint32(0):  # from the highest down: finding it takes one instruction
         bit = packed.highest_bit(left)
         entry = entry - Uint32(1)
-        ptx.store_shared(row.list + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
+        ptx.store_shared(target + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
         if row.wide:
-            ptx.store_shared_u16(row.list_tops + entry * Uint32(2), Uint32(one >> Int32(13)))
+            ptx.store_shared_u16(tops + entry * Uint32(2), Uint32(one >> Int32(13)))
         left = left ^ (Uint32(1) << bit)
 
 
@@ -452,6 +494,203 @@ def first_bits(mask: Uint32, count: Int32) -> Uint32:
         mask = mask ^ (Uint32(1) << packed.highest_bit(mask))
         extra = extra - Int32(1)
     return mask
+
+
+# ------------------------------------------------------------------------------------------------- short rows
+
+
+def count_high(histogram: Uint32, words: Any) -> None:
+    """Count eight keys by their upper 11 bits."""
+    for word in words:
+        ptx.red_shared(histogram + ((word >> Uint32(3)) & Uint32(0x1FFC)), Uint32(1), "add")
+        ptx.red_shared(histogram + ((word >> Uint32(19)) & Uint32(0x1FFC)), Uint32(1), "add")
+
+
+def count_low(histogram: Uint32, words: Any, digit: Uint32) -> None:
+    """Count, by their lower 5 bits, those of eight keys whose upper 11 bits are `digit`."""
+    pattern = (digit << Uint32(5)) | (digit << Uint32(21))
+    for word in words:
+        rest = word ^ pattern  # a half below 32 is a hit, and its own lower bits
+        _count_below(histogram, rest & Uint32(0xFFFF))
+        _count_below(histogram, rest >> Uint32(16))
+
+
+@dsl_user_op
+def _count_below(histogram: Uint32, low: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Count `low` if it is below 32: no branch."""
+    text = (
+        "{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, 32; mad.lo.u32 a, $1, 4, $0; @p red.shared.add.u32 [a], 1; }"
+    )
+    ptx.asm(text, "r,r", (), (histogram, low), loc=loc, ip=ip)
+
+
+@cute.jit
+def find_low(histogram: Uint32, want: Int32, lane: Int32) -> Any:
+    """After 32 bins were counted: (the bin of the `want`-th from the top, the number above it). A block barrier; then
+    every warp looks by itself."""
+    cute.arch.sync_threads()
+    upto = packed.warp_prefix(Int32(ptx.load_shared(histogram + (Uint32(31) - Uint32(lane)) * Uint32(4))))
+    votes = Uint32(cute.arch.vote_ballot_sync(upto >= want))
+    owner = packed.lowest_bit(votes) & Int32(31)
+    before = Int32(cute.arch.shuffle_sync(upto, (owner - Int32(1)) & Int32(31))) * Int32(owner > Int32(0))
+    return Uint32(31) - Uint32(owner), before
+
+
+@cute.jit
+def place_held(row: Any, words: Any, vectors: Any, rounds: Int32, n: Int32) -> None:
+    """The row's words from the vectors in registers, which hold its N best: histograms of their keys, then each thread
+    places its own. vectors: their numbers, ascending in the order (warp, round, lane)."""
+    held = row.config.held
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            count_high(row.second, words[4 * step : 4 * step + 4])
+    digit, above, _inside = block_search(row, row.second, n)
+    mark(row, 5)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            count_low(row.low, words[4 * step : 4 * step + 4], Uint32(digit))
+    low, between = find_low(row.low, n - above, row.lane)
+    threshold = (Uint32(digit) << Uint32(5)) | low
+    need = n - above - between
+    mark(row, 6)
+    masks = [Uint32(0) for _ in range(held)]  # of keys above the threshold, and, shifted by 8, equal to it
+    total = Int32(0)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            greater, same = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
+            masks[step] = greater | (same << Uint32(8))
+            total = total + counts_of(masks[step])
+    before, _all = block_offsets(row, scan.warp_sum(total), 0)
+    mark(row, 7)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            mine = counts_of(masks[step])
+            upto = packed.warp_prefix(mine)
+            both = Uint32(before + upto - mine)
+            taken = Int32(both >> Uint32(EQUAL_SHIFT))
+            if taken > need:
+                taken = need
+            kept = first_bits(masks[step] >> Uint32(8), need - taken)
+            chosen = (masks[step] & Uint32(0xFF)) | kept
+            slot = Int32(both & Uint32(0xFFFF)) + taken
+            put_keys(row, words[4 * step : 4 * step + 4], chosen, slot, vectors[step], row.words, row.tops)
+            before = before + Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+
+
+def counts_of(masks: Uint32) -> Int32:
+    """Counts of the two masks of `place_held`, the second one shifted by `EQUAL_SHIFT`."""
+    equal = Int32(cute.arch.popc(masks >> Uint32(8)))
+    return Int32(cute.arch.popc(masks & Uint32(0xFF))) | (equal << Int32(EQUAL_SHIFT))
+
+
+# ------------------------------------------------------------------------------------------------- long rows
+
+
+@cute.jit
+def fill_maxima(row: Any) -> None:
+    """The largest key of every vector to shared memory, counted by its upper 11 bits. The histogram must be clear."""
+    held = row.config.held
+    for batch in cutlass.range(row.batches, unroll=1):
+        raw = [Uint32(0) for _ in range(4 * held)]
+        for step in cutlass.range_constexpr(held):
+            one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+            if batch * Int32(held) + Int32(step) < row.rounds and one < row.vectors:
+                loaded = ptx.load_v4(row.address + Int64(one) * Int64(16))
+                for word in cutlass.range_constexpr(4):
+                    raw[4 * step + word] = loaded[word]
+        for step in cutlass.range_constexpr(held):
+            one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+            if batch * Int32(held) + Int32(step) < row.rounds and one < row.vectors:
+                if one * Int32(8) + Int32(8) > row.length:
+                    for word in cutlass.range_constexpr(4):
+                        inside = packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.length)
+                        raw[4 * step + word] = raw[4 * step + word] | (inside ^ Uint32(0xFFFFFFFF))  # NaN: no maximum
+                key = packed.foreign_top(raw[4 * step : 4 * step + 4])
+                ptx.store_shared_u16(row.maxima + Uint32(one) * Uint32(2), key)
+                ptx.red_shared(row.first + (key >> Uint32(5)) * Uint32(4), Uint32(1), "add")
+
+
+@cute.jit
+def maximum(row: Any, one: Int32) -> Uint32:
+    """The largest key of a vector, 0 past the row."""
+    key = Uint32(0)
+    if one < row.vectors:
+        key = ptx.load_shared_u16(row.maxima + Uint32(one) * Uint32(2))
+    return key
+
+
+@cute.jit
+def list_vectors(row: Any, n: Int32) -> Int32:
+    """List vectors that hold the row's N best keys, in index order, no more than the registers hold: those whose
+    maxima reach the bin of the N-th largest, or exactly the N best by (maximum, lower index). Returns their number. The
+    row has at least N vectors. Ends with a block barrier."""
+    digit, above, inside = block_search(row, row.first, n)
+    threshold = (Uint32(digit) << Uint32(5)) - Uint32(1)
+    need = Int32(0)
+    if above + inside > n + (n >> Int32(1)) or above + inside > Int32(row.config.threads * row.config.held):
+        for number in cutlass.range(row.rounds, unroll=4):
+            key = maximum(row, row.start + number * Int32(32))
+            if (key >> Uint32(5)) == Uint32(digit):
+                ptx.red_shared(row.fine + (key & Uint32(31)) * Uint32(4), Uint32(1), "add")
+        low, between = find_low(row.fine, n - above, row.lane)
+        threshold = (Uint32(digit) << Uint32(5)) | low
+        need = n - above - between
+    greater = Int32(0)
+    equal = Int32(0)
+    for number in cutlass.range(row.rounds, unroll=4):
+        key = maximum(row, row.start + number * Int32(32))
+        greater = greater + Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(key > threshold))))
+        equal = equal + Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(key == threshold))))
+    equal_before = Int32(0)
+    equals = Int32(0)
+    if need > Int32(0):
+        equal_before, equals = block_offsets(row, equal, 1)
+    greater_before, count = block_offsets(row, greater, 0)
+    if equals > need:
+        equals = need
+    below = ptx.lanes_below()
+    for number in cutlass.range(row.rounds, unroll=4):
+        one = row.start + number * Int32(32)
+        key = maximum(row, one)
+        more = Uint32(cute.arch.vote_ballot_sync(key > threshold))
+        same = Uint32(cute.arch.vote_ballot_sync(key == threshold))
+        rank = equal_before + Int32(cute.arch.popc(same & below))
+        taken = rank
+        if taken > need:
+            taken = need
+        if key > threshold or (key == threshold and rank < need):
+            place = greater_before + Int32(cute.arch.popc(more & below)) + taken
+            ptx.store_shared(row.list + Uint32(place) * Uint32(4), Uint32(one))
+        greater_before = greater_before + Int32(cute.arch.popc(more))
+        equal_before = equal_before + Int32(cute.arch.popc(same))
+    cute.arch.sync_threads()
+    return count + equals
+
+
+@cute.jit
+def load_listed(row: Any, count: Int32) -> Any:
+    """(key16 of this thread's vectors of the list, 0 where no key is; their numbers; the rounds)."""
+    held = row.config.held
+    rounds = (count + Int32(row.config.threads - 1)) // Int32(row.config.threads)
+    first = row.warp * rounds * Int32(32) + row.lane
+    words = [Uint32(0) for _ in range(4 * held)]
+    vectors = [Int32(0) for _ in range(held)]
+    for step in cutlass.range_constexpr(held):
+        index = first + Int32(32 * step)
+        vectors[step] = row.vectors
+        if Int32(step) < rounds and index < count:
+            vectors[step] = Int32(ptx.load_shared(row.list + Uint32(index) * Uint32(4)))
+    for step in cutlass.range_constexpr(held):
+        if vectors[step] < row.vectors:
+            loaded = ptx.load_v4(row.address + Int64(vectors[step]) * Int64(16))
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = loaded[word]
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            made = settle(row, words[4 * step : 4 * step + 4], vectors[step])
+            for word in cutlass.range_constexpr(4):
+                words[4 * step + word] = made[word]
+    return words, vectors, rounds
 
 
 # ------------------------------------------------------------------------------------------------- entries

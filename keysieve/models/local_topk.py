@@ -2,28 +2,47 @@
 
 What the kernel relies on, and what the property tests of this module hold to the reference:
 
-1. **Bound.** Cut a row into disjoint groups of keys. If N groups hold a key that reaches b, so do N keys: the N-th
-   largest of the groups' maxima, and all the more the lower edge of the bin it falls into, is reached by at least N
-   keys. (The edge is taken where few more than N maxima reach it: that spares a look at their lower bits.) Which keys
-   make a group does not matter; the kernel takes runs of one thread's vectors. With fewer than N groups that hold a key
-   there is no bound (1, which every key reaches).
-2. **List.** The keys that reach the bound, in index order, hold the N best. If the list has no room for them, all keys
-   are looked at instead; nothing else changes.
-3. **Threshold.** A histogram of the 2,048 values from a floor on, the last bin taking all that lies beyond, gives the
-   N-th largest key exactly unless it falls into that last bin. Then the upper 11 bits are counted, and the histogram is
-   made again from the lowest value that has the digit found.
-4. **Ties.** All keys above the threshold are taken, and the first `need` equal to it, in index order.
+1. **Held.** A row whose vectors (8 keys) fit the block's registers is selected from directly, as in `models.select`:
+   two histograms give the N-th largest key, all above it are taken and the first equal to it.
+2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
+   of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
+   keys (point 4 of `models.select`), and they fit the registers.
+3. **Bound and list**, for rows whose maxima do not fit shared memory. Cut a row into disjoint groups of keys. If N
+   groups hold a key that reaches b, so do N keys: the N-th largest of the groups' maxima, and all the more the lower
+   edge of the bin it falls into, is reached by at least N keys. (The edge is taken where few more than N maxima reach
+   it: that spares a look at their lower bits.) Which keys make a group does not matter; the kernel takes runs of one
+   thread's vectors. With fewer than N groups that hold a key there is no bound (1, which every key reaches). The keys
+   that reach the bound, in index order, hold the N best. If the list has no room for them, all keys are looked at.
+4. **Threshold** from a bound. A histogram of the 2,048 values from a floor on, the last bin taking all that lies
+   beyond, gives the N-th largest key exactly unless it falls into that last bin. Then the upper 11 bits are counted,
+   and the histogram is made again from the lowest value that has the digit found.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from keysieve.models.select import Indices, Keys
+from keysieve.models.select import Indices, Keys, take, tops_of
 
 BINS = 2048
 VECTOR = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the kernel: threads of a block; vectors that one holds; vectors whose maxima there is room for; entries of the
+    list. At least N vectors fit the registers."""
+
+    threads: int = 1024
+    held: int = 4
+    room: int = 16384
+    listed: int = 4096
+
+
+DEFAULT = Shape()
 
 
 def groups_of(length: int, n: int, threads: int) -> NDArray[np.int64]:
@@ -91,23 +110,41 @@ def choose(keys: Keys, threshold: int, need: int) -> Indices:
     return np.sort(np.concatenate([np.flatnonzero(keys > threshold), equal]))
 
 
-def best_keys(keys: Keys, n: int, *, threads: int = 1024, listed: int = 4096) -> Indices:
+def list_vectors(keys: Keys, n: int, held: int) -> Indices:
+    """Vectors that hold the `n` best keys, ascending, at most `held` of them. There are at least `n` vectors."""
+    maxima = tops_of(keys)
+    digit, above = find_digit(np.bincount(maxima >> 5, minlength=BINS), n)
+    reaching = np.flatnonzero(maxima >> 5 >= digit)
+    if len(reaching) <= min(n + n // 2, held):
+        return reaching
+    low, between = find_digit(np.bincount(maxima[maxima >> 5 == digit] & 31, minlength=32), n - above)
+    return choose(maxima, digit << 5 | low, n - above - between)
+
+
+def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
     """Local indices of the first min(n, length) of a row's keys (key16) by (key descending, index ascending)."""
     if len(keys) <= n:
         return np.arange(len(keys))
-    bound = find_bound(keys, n, threads)
+    vectors = -(-len(keys) // VECTOR)
+    if vectors <= shape.threads * shape.held:
+        return take([keys], n)[0]
+    if vectors <= shape.room:
+        places = (list_vectors(keys, n, shape.threads * shape.held)[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
+        places = places[places < len(keys)]
+        return places[take([keys[places]], n)[0]]
+    bound = find_bound(keys, n, shape.threads)
     reaching = np.flatnonzero(keys >= bound)
     assert len(reaching) >= n
-    if len(reaching) > listed:
+    if len(reaching) > shape.listed:
         threshold, need, _ = find_threshold(keys, n, bound)
         return choose(keys, threshold, need)
     threshold, need, _ = find_threshold(keys[reaching], n, bound)
     return reaching[choose(keys[reaching], threshold, need)]
 
 
-def candidate_row(keys: Keys, n: int, planes: int, *, threads: int = 1024, listed: int = 4096) -> NDArray[np.uint32]:
+def candidate_row(keys: Keys, n: int, planes: int, shape: Shape = DEFAULT) -> NDArray[np.uint32]:
     """The row's words: entries in ascending index, empty ones last, then the index planes."""
-    chosen = best_keys(keys, n, threads=threads, listed=listed)
+    chosen = best_keys(keys, n, shape)
     groups = -(-n // 32)
     words = np.zeros(n + planes * groups, np.uint32)
     low = (0xFFFF - (chosen & 0xFFFF)).astype(np.uint32)

@@ -22,7 +22,7 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
         assert config.shared_bytes == places.total <= MAX_BLOCK_SHARED
         offsets = [
             places.first, places.second, places.low, places.cleared, places.found, places.sums, places.words,
-            places.tops, places.list, places.list_tops, places.total,
+            places.tops, places.list, places.list_tops, places.maxima, places.total,
         ]  # fmt: skip
         assert offsets == sorted(offsets)
         assert all(place % 16 == 0 for place in offsets)
@@ -33,11 +33,12 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", [LOCAL_PUSH, LOCAL_TOPK], ids=lambda kernel: kernel.name)
 def test_code(kernel: Kernel, arch: str) -> None:
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
-    config = config_for(1216 if arch == "sm_90a" else 4096, kernel is LOCAL_PUSH)
+    config = config_for(1216 if arch == "sm_90a" else 4096, 1, kernel is LOCAL_PUSH)
     facts = build(kernel, config, arch).facts
     (code,) = facts.kernels
     assert code.frame_bytes == code.stack_bytes == 0
     assert code.threads == (config.threads, 1, 1)
+    assert code.registers * config.threads <= 65536
     (launch,) = facts.launches
     assert launch.dynamic_shared == config.shared_bytes
     assert launch.programmatic == "run time"

@@ -158,9 +158,10 @@ def run_push(
 
 @cases(*KINDS)
 def test_any_values_and_lengths(device: torch.device, case: str) -> None:
-    for n in (352, 1216):
-        x = values(case, len(LENGTHS), max(LENGTHS), device, 5)
-        run_plain(device, x, LENGTHS, n, 1)
+    """Planes choose the kernel: 1 to 3 go through vectors' maxima, more through a list of keys."""
+    x = values(case, len(LENGTHS), max(LENGTHS), device, 5)
+    for n, planes in ((352, 1), (1216, 1), (352, 4), (1216, 3), (1216, 4)):
+        run_plain(device, x, LENGTHS, n, planes)
 
 
 @cases(*NS)
@@ -168,6 +169,7 @@ def test_any_n(device: torch.device, case: int) -> None:
     lens = [case - 1, case, case + 1, 2 * case, 9 * case + 5, 8 * case, 30_000, 65_536, 0, 12_345]
     for kind in ("gaussian", "relu", "few"):
         run_plain(device, values(kind, len(lens), max(lens), device, case), lens, case, 1)
+        run_plain(device, values(kind, len(lens), max(lens), device, case + 1), lens, case, 5)
 
 
 @cases("gaussian", "relu", "specials", "equal", "bursts")
@@ -175,7 +177,17 @@ def test_long_rows_have_planes(device: torch.device, case: str) -> None:
     lens = [65_536, 65_537, 131_072, 131_073, 300_001, 524_288, 70_000, 5]
     x = values(case, len(lens), max(lens), device, 8)
     run_plain(device, x, lens, 1216, index_planes(max(lens)))
+    run_plain(device, x, lens, 352, 6)
     run_plain(device, x[:1, :200_000], [199_999], 2048, 10)
+
+
+@cases(2048, 4096)
+def test_pushed_rows_of_every_path(device: torch.device, case: int) -> None:
+    """Pushed words of short, long and very long rows, at the N classes' ends, with few and with many planes."""
+    for kind in ("gaussian", "few", "bursts"):
+        run_push(device, kind, [66_000, 65_537 * 2, 150_000, 9_000, 20_000, 70_001], case, 2, 1, 1, 5)
+        run_push(device, kind, [900_000, 1_048_576, 300_000, 5, 66_000], case, 2, 0, 64, 5)
+    run_push(device, "relu", [1_100_000, 64_000, 33], case, 2, 0, 64, 5)
 
 
 @cases(

@@ -41,25 +41,47 @@ def reference(bits: Keys, n: int, planes: int) -> np.ndarray:
     return words[0].numpy().view(np.uint32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(PALETTES),
     length=st.integers(1, 6000),
     n=st.sampled_from((1, 31, 32, 33, 64, 352, 700)),
-    threads=st.sampled_from((32, 64, 256, 1024)),
-    room=st.sampled_from((1, 2, 6)),
+    threads=st.sampled_from((32, 64, 256)),
+    held=st.sampled_from((1, 2, 4, 8)),
+    room=st.sampled_from((0, 400, 10_000)),
+    listed=st.sampled_from((1, 2, 6)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_words_are_the_references(kind: str, length: int, n: int, threads: int, room: int, seed: int) -> None:
+def test_words_are_the_references(
+    kind: str, length: int, n: int, threads: int, held: int, room: int, listed: int, seed: int
+) -> None:
     bits = bits_of(kind, length, seed)
-    made = model.candidate_row(key16_of_bits(bits), n, 2, threads=threads, listed=n * room)
-    assert np.array_equal(made, reference(bits, n, 2))
+    held = max(held, -(-n // threads))
+    shape = model.Shape(threads, held, room, n * listed)
+    assert np.array_equal(model.candidate_row(key16_of_bits(bits), n, 2, shape), reference(bits, n, 2))
 
 
 @pytest.mark.parametrize("length", [65_535, 65_536, 65_537, 140_000])
 def test_words_of_long_rows_have_planes(length: int) -> None:
     bits = bits_of("gaussian", length, length)
-    assert np.array_equal(model.candidate_row(key16_of_bits(bits), 352, 2), reference(bits, 352, 2))
+    for room in (0, 16_384):  # the longest row has more vectors than the larger one
+        shape = model.Shape(1024, 4, room)
+        assert np.array_equal(model.candidate_row(key16_of_bits(bits), 352, 2, shape), reference(bits, 352, 2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(PALETTES),
+    length=st.integers(2000, 20_000),
+    n=st.integers(1, 250),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_listed_vectors_hold_the_best_keys_and_fit(kind: str, length: int, n: int, seed: int) -> None:
+    keys = key16_of_bits(bits_of(kind, length, seed))
+    listed = model.list_vectors(keys, n, 256)
+    assert n <= len(listed) <= 256
+    best = np.argsort(-keys.astype(np.int64), kind="stable")[:n]
+    assert np.isin(best // 8, listed).all()
 
 
 @settings(max_examples=100, deadline=None)
