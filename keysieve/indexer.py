@@ -215,6 +215,8 @@ class DecodeIndexer:
             KeysieveError: an argument is wrong, or the step exceeds ``max_rows`` or ``max_total_keys``. Nothing was
                 written.
         """
+        if self.dcp is not None:
+            self.dcp.raise_failure()
         if not _traced() and site.__class__ is int and 0 <= site <= _MAX_SITE:
             for known in self._known:
                 result = known.repeat(

@@ -207,12 +207,8 @@ class Sm90DcpRunner(StreamWorkspace):
     # --- what a launch does ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Count the call; refuse it after a failure."""
-        if self._exchange is not None:
-            assert self._memory is not None
-            self._exchange.begin_call(self._memory)
-        else:
-            self._dcp.calls += 1
+        """Count the call."""
+        self._dcp.calls += 1
 
     def interrupted(self) -> None:
         """Not all of a call was launched."""

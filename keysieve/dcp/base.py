@@ -172,6 +172,9 @@ class ContextParallel(ABC):
         code that leaves out a call which the peers make (an error between two layers) does it for that call.
         """
 
+    def raise_failure(self) -> None:  # noqa: B027  # a transport that fails in `select` has nothing to say before it
+        """Raise what an earlier call left behind, before anything of the next one is touched. Does not synchronise."""
+
     def refused(self) -> None:
         """An indexer's call ended before anything of it was exchanged; by default as :meth:`withdraw`."""
         self.withdraw()

@@ -171,17 +171,17 @@ class Exchange(ContextParallel):
                 return found
         return None
 
-    def begin_call(self, memory: ExchangeMemory) -> None:
-        """Count a call of an indexer; refuse it if an earlier one of this rank failed.
+    def raise_failure(self) -> None:
+        """Refuse a call after a failure: the device may be lost, and the ranks are out of step.
 
         Raises:
             ExchangeError: a merge gave up, or a call was left out or interrupted.
         """
-        if exchange_report.written(memory.report):
-            raise ExchangeError(exchange_report.failure(memory.report, self.timeout))
+        for memory in self._memories.values():
+            if exchange_report.written(memory.report):
+                raise ExchangeError(exchange_report.failure(memory.report, self.timeout))
         if self._broken is not None:
             raise ExchangeError(f"this exchange failed before and its ranks are out of step: {self._broken}")
-        self.calls += 1
 
     def interrupted(self) -> None:
         """Only a part of a call's kernels was launched: no later call of this rank can be in step."""

@@ -1,4 +1,4 @@
-"""Two processes, two devices, one exchange over NVLink: `python tests/gpu/dcp_two.py TASK`. Exit status 0 if it holds.
+"""Two processes, two devices, one exchange over NVLink: `python tests/gpu/dcp_two.py TASK ..`. Status 0 if all hold.
 
 Each process is one rank with its own shard, and has the whole context as well, which its selection is held to.
 """
@@ -172,20 +172,22 @@ def killed(rank: int) -> None:
     for part in ("rank 0", "row 0", "call 2", "source rank 1", "site 11", "expected tag 2", "round 1"):
         assert part in text, text
     assert "call 2" in raised(ks.dcp.ExchangeError, one.call)
+    print("rank 0: killed holds", flush=True)
     os._exit(0)
 
 
 TASKS = {f.__name__: f for f in (cases, replays, full, alternate, gathered, groups, killed)}
 
 
-def _run(rank: int, task: str, port: int) -> None:
+def _run(rank: int, tasks: list[str], port: int) -> None:
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=2)
-    began = time.monotonic()
-    TASKS[task](rank)
-    print(f"rank {rank}: {task} holds, {time.monotonic() - began:.1f} s", flush=True)
-    dist.barrier()
+    for task in tasks:
+        began = time.monotonic()
+        TASKS[task](rank)
+        print(f"rank {rank}: {task} holds, {time.monotonic() - began:.1f} s", flush=True)
+        dist.barrier()
     dist.destroy_process_group()
 
 
@@ -193,7 +195,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_run, (sys.argv[1], port), nprocs=2)
+    mp.spawn(_run, (sys.argv[1:], port), nprocs=2)
 
 
 if __name__ == "__main__":

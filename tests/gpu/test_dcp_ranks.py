@@ -126,8 +126,14 @@ class Replays:
 
 
 def warm(ranks: list[Rank], rows: int | None = None) -> None:
-    """A first call in the form that is captured next."""
-    step(ranks, rows=rows)
+    """A first call in the form that is captured next, and every other kernel that is launched beside waiting merges:
+    loading one waits for the device."""
+    for rank, selection in zip(ranks, step(ranks, rows=rows), strict=True):
+        torch.cuda._sleep(1)
+        wrong = torch.zeros(1, dtype=torch.int64, device=rank.device)
+        wrong += (selection.positions != selection.positions).sum()
+        selection.positions.fill_(7)
+    torch.cuda.synchronize()
 
 
 def test_ten_thousand_replays_with_a_delayed_rank(device: torch.device) -> None:
