@@ -132,7 +132,8 @@ def test_small_blocks_take_more_groups_than_asked_for(device: torch.device, case
     """Unshared rows beyond 16,384 keys in blocks of 512 threads, whose registers hold more than K groups."""
     lens = [0, case, case + 1, 16_384, 16_385, 17_000, 65_537, 99_999, 100_000, 40_000, 2_049, -1]
     chosen = selector(device, case, len(lens), max(lens), 1, True).config(len(lens))
-    assert (chosen.cluster, chosen.threads) == (1, 512) and case < chosen.held_groups
+    assert (chosen.cluster, chosen.threads) == (1, 512)
+    assert case < chosen.held_groups
     for kind in ("gaussian", "relu", "few", "pairs", "lowdigit", "ascending"):
         run_select(device, kind, case, lens, 1, 1, counted=kind == "few")
 
@@ -197,6 +198,20 @@ def test_faults_leave_rows_empty_and_raise_flags(device: torch.device) -> None:
     select.select(step.logits[:room], step.tops[: room // 8], step.lens, 1, limit=8000, **short.given)
     assert int(short.flags[0]) == 1 << FLAG_BAD_LENGTH | 1 << FLAG_OVERFLOW
     short.check(rows, [5000, 0, 6000, 0], None)
+
+
+def test_a_narrow_table_leaves_other_rows_where_the_scorer_put_them(device: torch.device) -> None:
+    """Tiles are counted by the scorer's limit; a row that its table does not hold is empty, the others are right."""
+    for next_n in (1, 2):
+        lens = [5000, 9000, 6000, 3000, 0, 8193, 2049, 8192]
+        rows = [values("gaussian", 1, max(1, n), K, device, t)[0] for t, n in enumerate(lens)]
+        step = compact(rows, lens, next_n, K)
+        table = tables(len(lens) // next_n, 8191, device)[:, :128]  # 8,192 keys
+        out = Outputs(len(lens), K, device)
+        select = selector(device, K, len(lens), 9000, 1, True)
+        select.select(step.logits, step.tops, step.lens, next_n, limit=9000, scored=9000, kv_table=table, **out.given)
+        assert int(out.flags[0]) == 1 << FLAG_BAD_LENGTH
+        out.check(rows, [n if n <= 8192 else 0 for n in lens], table, next_n)
 
 
 def test_rows_follow_their_request(device: torch.device) -> None:
