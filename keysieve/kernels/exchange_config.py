@@ -6,22 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keysieve.kernels.base import ARCHS, Kernel
-from keysieve.spec import MAX_TOPK, MAX_WORLD, candidate_words
+from keysieve.spec import MAX_WORLD
 
 MAX_PLANES = 10
 """Index planes of a candidate row, at most."""
-
-
-@dataclass(frozen=True)
-class PushConfig:
-    """What the code of `exchange_push` is specialised by. threads: of a block, which works on one row."""
-
-    threads: int = 512
-
-    @property
-    def shared_bytes(self) -> int:
-        """One candidate row with its padding word."""
-        return 4 * (candidate_words(MAX_TOPK, MAX_PLANES) + 4)
 
 
 @dataclass(frozen=True)
@@ -105,24 +93,11 @@ def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
     return MergeConfig(tagged, held, k_class)
 
 
-def _push(arch: str) -> Iterable[PushConfig]:
-    del arch
-    return [PushConfig()]
-
-
 def _merge(arch: str) -> Iterable[MergeConfig]:
     del arch
     return [MergeConfig(tagged, held, k) for tagged in (True, False) for held in HELD for k in K_CLASSES]
 
 
-PUSH = Kernel(
-    name="exchange_push",
-    entry="keysieve.kernels.exchange_push:build",
-    config=PushConfig,
-    archs=ARCHS,
-    admitted=_push,
-    max_registers=64,
-)
 MERGE = Kernel(
     name="exchange_merge",
     entry="keysieve.kernels.exchange_merge:build",
@@ -131,4 +106,4 @@ MERGE = Kernel(
     admitted=_merge,
     max_registers=128,
 )
-KERNELS: tuple[Kernel, ...] = (PUSH, MERGE)
+KERNELS: tuple[Kernel, ...] = (MERGE,)
