@@ -21,7 +21,7 @@ from cutlass import Int32, Int64, Uint32
 from keysieve.device import ptx, scan
 from keysieve.device.paged import ceil_div_pow2
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
-from keysieve.kernels.sharding import ShardedLengths, read_length
+from keysieve.kernels.sharding import ShardedLengths, own_length, raw_length
 
 __all__ = [
     "FLAG_BAD_LENGTH",
@@ -60,15 +60,24 @@ def usable_length(length: Int32, limit: Int32) -> Int32:
 @cute.jit
 def longest_row(lens: Any, request: Int32, limit: Int32, next_n: cutlass.Constexpr[int]) -> Any:
     """(largest usable length of the request's rows, the number of its lengths above the limit)."""
+    return longest_of(lens, raw_lengths(lens, request, next_n), limit)
+
+
+def raw_lengths(lens: Any, request: Int32, next_n: int) -> list[Any]:
+    """What stands in memory for the request's lengths; nothing waits for it yet."""
     base = Int64(request) * Int64(4 * next_n)
-    lengths = [read_length(lens, base + Int64(4 * row)) for row in range(next_n)]
+    return [raw_length(lens, base + Int64(4 * row)) for row in range(next_n)]
+
+
+def longest_of(lens: Any, raw: list[Any], limit: Int32) -> tuple[Int32, Int32]:
+    """`longest_row` from what `raw_lengths` read."""
     longest = Int32(0)
     faults = Int32(0)
-    for row in cutlass.range_constexpr(next_n):
-        usable = usable_length(lengths[row], limit)
-        if usable > longest:
-            longest = usable
-        faults = faults + Int32(lengths[row] > limit)
+    for word in raw:
+        length = own_length(lens, word)
+        usable = usable_length(length, limit)
+        longest = cutlass.select_(usable > longest, usable, longest)
+        faults = faults + Int32(length > limit)
     return longest, faults
 
 

@@ -75,6 +75,12 @@ def clamp(value: Int32, most: Int32) -> Int32:
     return least(cutlass.select_(value > Int32(0), value, Int32(0)), most)
 
 
+def _note(rest: Uint32, request: Int32, longest: Int32, skip: Int32) -> Int32:
+    tiles, half = schedule.tiles_and_half(longest, skip)
+    ptx.store_shared(rest + Uint32(request) * Uint32(4), Uint32((tiles << Int32(1)) | half))
+    return tiles
+
+
 @cute.jit
 def read_lengths(
     lens: Any,
@@ -83,22 +89,26 @@ def read_lengths(
     skip: Int32,
     rest: Uint32,
     lane: Int32,
+    raw: Int32,
     next_n: cutlass.Constexpr[int],
 ) -> Any:
     """One warp leaves `tiles << 1 | half` of each request in the table `rest`, for `publish` to replace.
 
-    A lane takes a run of neighbours. Returns its (requests a run, tiles, lengths above the limit).
+    A lane takes a run of neighbours; raw: what stands for the first length of its first, 0 if it has none. Returns its
+    (requests a run, tiles, lengths above the limit).
     """
     each = (requests + Int32(31)) >> Int32(5)
     first = lane * each
     last = least(first + each, requests)
     mine = Int32(0)
     faults = Int32(0)
-    for request in cutlass.range(first, last, unroll=1):
+    if first < last:
+        words = [raw, *schedule.raw_lengths(lens, first, next_n)[1:]]
+        longest, faults = schedule.longest_of(lens, words, limit)
+        mine = _note(rest, first, longest, skip)
+    for request in cutlass.range(first + Int32(1), last, unroll=1):
         longest, bad = schedule.longest_row(lens, request, limit, next_n)
-        tiles, half = schedule.tiles_and_half(longest, skip)
-        ptx.store_shared(rest + Uint32(request) * Uint32(4), Uint32((tiles << Int32(1)) | half))
-        mine = mine + tiles
+        mine = mine + _note(rest, request, longest, skip)
         faults = faults + bad
     cute.arch.sync_warp()
     return each, mine, faults
@@ -108,7 +118,6 @@ def read_lengths(
 def publish(
     prefix: Uint32,
     rest: Uint32,
-    share: Uint32,
     requests: Int32,
     each: Int32,
     mine: Int32,
@@ -120,7 +129,7 @@ def publish(
     lane: Int32,
     most: cutlass.Constexpr[int],
 ) -> Any:
-    """The same warp writes both tables and the block's share; returns (first, last) of the block's rest.
+    """The same warp writes both tables; returns (first, last) of the block's range of the rest.
 
     The warp may read what it wrote at once; others after a barrier. each, mine: as `read_lengths` returned them. total:
     tiles in all. home_tiles: of this block, `rounds` having been granted.
@@ -146,18 +155,11 @@ def publish(
         ptx.store_shared(rest + place, Uint32(rest_before << Int32(1)))
         before = before + tiles
         rest_before = rest_before + tiles - least(tiles, at_home(request, requests, blocks) * rounds)
-    first = clamp(target_before(total, block, blocks) - below, left)
-    last = clamp(target_before(total, block + Int32(1), blocks) - below - home_tiles, left)
     if lane == Int32(0):
         end = Uint32(requests) * Uint32(4)
         ptx.store_shared(prefix + end, Uint32(total << Int32(1)))
         ptx.store_shared(rest + end, Uint32(left << Int32(1)))
-        ptx.store_shared_v4(share, Uint32(home_tiles), Uint32(first), Uint32(last), Uint32(0))
     cute.arch.sync_warp()
+    first = clamp(target_before(total, block, blocks) - below, left)
+    last = clamp(target_before(total, block + Int32(1), blocks) - below - home_tiles, left)
     return first, last
-
-
-def read_share(share: Uint32) -> tuple[Int32, Int32, Int32]:
-    """(home tiles, first and last of the rest) of the block."""
-    home, first, last, _ = ptx.load_shared_v4(share)
-    return Int32(home), Int32(first), Int32(last)

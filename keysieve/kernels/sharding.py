@@ -46,17 +46,24 @@ class ShardedLengths:
     def __new_from_mlir_values__(self, values: list[Any]) -> "ShardedLengths":
         return self
 
-    def read(self, offset: Int64) -> Int32:
-        """The length at byte `offset`: 0 for an empty row, TOO_LONG for one beyond the global limit."""
-        length = ptx.load(self.addr + offset, Int32)
+    def own(self, length: Int32) -> Int32:
+        """What is this rank's of a global length: 0 of an empty row's, TOO_LONG for one beyond the global limit."""
         length = length * Int32(length > Int32(0))
         local = local_length(length, self.world, self.rank, self.interleave)
         long = Int32(length > self.limit) * (Int32(1) - self.plain)
         return local * (Int32(1) - long) + Int32(TOO_LONG) * long
 
 
+def raw_length(lens: Any, offset: Int64) -> Int32:
+    """What stands at byte `offset` of `lens`, an address or `ShardedLengths`; see `own_length`."""
+    return ptx.load((lens.addr if isinstance(lens, ShardedLengths) else lens) + offset, Int32)
+
+
+def own_length(lens: Any, raw: Int32) -> Int32:
+    """The length meant by what `raw_length` read."""
+    return lens.own(raw) if isinstance(lens, ShardedLengths) else raw
+
+
 def read_length(lens: Any, offset: Int64) -> Int32:
     """The length at byte `offset` of `lens`: an address, or `ShardedLengths`."""
-    if isinstance(lens, ShardedLengths):
-        return lens.read(offset)
-    return ptx.load(lens + offset, Int32)
+    return own_length(lens, raw_length(lens, offset))

@@ -25,10 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule, score_trace
-from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.score_frame import Frame
 from keysieve.kernels.sm90_score_config import (
     HOME_ROUNDS,
+    ORDERS,
     PAGE_SLOT,
     ScoreConfig,
     ScoreShape,
@@ -36,7 +36,8 @@ from keysieve.kernels.sm90_score_config import (
     shape_of,
     smem_map,
 )
-from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, PLAN_BARRIER, Boxes, stream_keys, stream_queries
+from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
+from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
 from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
@@ -61,7 +62,7 @@ class Shared:
         self.lengths = origin + Uint32(places.lengths)
         self.prefix = origin + Uint32(places.prefix)
         self.rest = origin + Uint32(places.rest)
-        self.share = origin + Uint32(places.share)
+        self.orders = origin + Uint32(places.orders)
         self.descriptors = origin + Uint32(places.descriptors)
         self.scratch = origin + Uint32(places.scratch)
         barriers = cute.recast_ptr(base + places.barriers, dtype=Int64)
@@ -69,6 +70,8 @@ class Shared:
         self.key_empty = barriers + shape.stages
         self.query_full = barriers + 2 * shape.stages
         self.query_empty = barriers + 2 * shape.stages + shape.query_stages
+        self.order_full = barriers + 2 * (shape.stages + shape.query_stages)
+        self.order_empty = barriers + 2 * (shape.stages + shape.query_stages) + ORDERS
 
     def __extract_mlir_values__(self) -> list[Any]:
         return []
@@ -202,19 +205,24 @@ class ScoreKernel(Frame):
         shared.trace = starts
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
         score_trace.place(self, shared, warp == self.key_warp)
-        self.begin(shared, key_copy, row_copy, warp)
+        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))
         ptx.grid_wait()
         ptx.grid_launch_dependents()
         score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
         lengths = schedule.lengths_of(self.config.layout, lens, tops)
-        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))
+        raw = Int32(0)
+        page = Int32(0)
+        if warp == self.key_warp and led != Int32(0):
+            raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks)
+        self.begin(shared, key_copy, row_copy, warp)
         if led == Int32(0):
             self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
         if warp >= self.key_warp:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_decrease(shape.registers[0])
             if warp == self.key_warp:
-                self.send_keys(
+                stream_keys(
+                    self,
                     shared,
                     key_copy,
                     key_pages,
@@ -229,10 +237,12 @@ class ScoreKernel(Frame):
                     capacity,
                     block,
                     blocks,
+                    raw,
+                    page,
                 )
             elif warp == self.query_warp:
-                self.send_queries(
-                    shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, block, blocks
+                stream_queries(
+                    self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, block, blocks
                 )
             elif led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
@@ -242,98 +252,13 @@ class ScoreKernel(Frame):
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_increase(shape.registers[1])
-            tiles = Int32(0)
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-                sent, first, last = homes.read_share(shared.share)
-                tiles = sent + last - first
-            else:
-                first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
-                tiles = last - first
-            if tiles > Int32(0):
-                consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, tiles, led)
-
-    @cute.jit
-    def send_keys(
-        self,
-        shared: Any,
-        key_copy: cute.CopyAtom,
-        key_pages: cute.Tensor,
-        table: Int64,
-        table_stride: Int64,
-        pages: Int32,
-        flags: Int64,
-        lens: Any,
-        requests: Int32,
-        limit: Int32,
-        skip: Int32,
-        capacity: Int32,
-        block: Int32,
-        blocks: Int32,
-    ) -> None:
-        """The key warp. With few requests it also plans the block's work, having sent for its home tiles first."""
-        first = Int32(0)
-        last = Int32(0)
-        if requests > Int32(schedule.few(self.config.next_n)):
-            first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
-        stream_keys(
-            self,
-            shared,
-            key_copy,
-            key_pages,
-            table,
-            table_stride,
-            pages,
-            flags,
-            requests,
-            first,
-            last,
-            (lens, limit, skip, block, blocks),
-        )
-
-    @cute.jit
-    def send_queries(
-        self,
-        shared: Any,
-        row_copy: cute.CopyAtom,
-        query_rows: cute.Tensor,
-        weights: Int64,
-        lens: Any,
-        limit: Int32,
-        requests: Int32,
-        capacity: Int32,
-        block: Int32,
-        blocks: Int32,
-    ) -> None:
-        """The query warp."""
-        home = Int32(-1)
-        first = Int32(0)
-        last = Int32(0)
-        rest = shared.prefix
-        if requests <= Int32(schedule.few(self.config.next_n)):
-            home, _place, _step = homes.home_of(requests, block, blocks)
-            rest = shared.rest
-        else:
-            first, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
-        stream_queries(
-            self,
-            shared,
-            row_copy,
-            query_rows,
-            weights,
-            lens,
-            limit,
-            requests,
-            capacity,
-            first,
-            last,
-            rest,
-            home,
-        )
+            consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, led)
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
-        """Barriers and descriptors; touches no data of an earlier kernel. `plan` publishes."""
+        """Barriers and descriptors, while the first loads are on their way; the plan's barrier publishes them."""
         shape = self.shape
         if warp == self.key_warp:
             cpasync.prefetch_descriptor(key_copy)
@@ -345,6 +270,9 @@ class ScoreKernel(Frame):
         if warp == self.query_warp:
             cpasync.prefetch_descriptor(row_copy)
             with cute.arch.elect_one():
+                for slot in cutlass.range_constexpr(ORDERS):
+                    cute.arch.mbarrier_init(shared.order_full + slot, 1)
+                    cute.arch.mbarrier_init(shared.order_empty + slot, 1)
                 for stage in cutlass.range_constexpr(shape.query_stages):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)

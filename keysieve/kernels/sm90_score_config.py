@@ -23,6 +23,12 @@ FEW_REQUESTS = 128
 HOME_ROUNDS = 4
 """Home tiles of a block at most (see `schedule_homes`): they keep it busy while the page ids of its others are read."""
 
+ORDERS = 8
+"""Requests by which the key warp may be ahead of the query warp, a power of two above the number of warpgroups."""
+
+NO_REQUEST = -1
+"""In the place of a request: there are no more."""
+
 REGISTER_FILE = 65536
 WARPGROUP = 128
 
@@ -55,8 +61,7 @@ class ScoreShape:
     query_stages: requests whose queries and weights are held. chunk_columns: most columns of one matrix instruction.
     registers: (producer, consumer) after the reallocation, or (0, 0) to leave the even split. resident: weights stay in
     registers for all tiles of a request; else they are read from shared memory for every product. ahead: products a
-    warpgroup has in flight, 1 or 2, each with accumulators of its own. turns (ahead 1): a warpgroup starts a product
-    when the one before, of the warpgroup before, is done, so that reductions of one meet products of another.
+    warpgroup has in flight, 1 or 2, each with accumulators of its own.
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
     warpgroup must take part). trace: write times instead of `starts` (see `score_trace`).
     """
@@ -68,7 +73,6 @@ class ScoreShape:
     registers: tuple[int, int] = (0, 0)
     resident: bool = False
     ahead: int = 2
-    turns: bool = False
     evict_first: bool = True
     producer_warps: int = 4
     trace: bool = False
@@ -80,8 +84,8 @@ class ScoreShape:
             raise ValueError(f"{self}: stages is not a multiple of groups")
         if self.query_stages < self.groups - 1:
             raise ValueError(f"{self}: a request could wait for a warpgroup that has no tile left")
-        if self.ahead not in (1, 2) or (self.turns and self.ahead != 1):
-            raise ValueError(f"{self}: one or two products in flight, one where warpgroups take turns")
+        if self.ahead not in (1, 2):
+            raise ValueError(f"{self}: one or two products in flight")
         if self.producer_warps not in (2, 4) or (self.registers[0] and self.producer_warps != 4):
             raise ValueError(f"{self}: 2 or 4 producer warps, 4 where registers are reallocated")
 
@@ -101,7 +105,7 @@ class SmemMap:
     lengths: int
     prefix: int
     rest: int
-    share: int
+    orders: int
     descriptors: int
     scratch: int
     barriers: int
@@ -130,11 +134,11 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     lengths = weights + shape.query_stages * weight_bytes
     prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
     rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
-    share = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
-    descriptors = share + 16
+    orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
+    descriptors = orders + 4 * ORDERS
     scratch = descriptors + 16 * shape.stages
     barriers = scratch + 4 * 32
-    total = barriers + 8 * 2 * (shape.stages + shape.query_stages)
+    total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
     return SmemMap(
         keys,
         query,
@@ -142,7 +146,7 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
         lengths,
         prefix,
         rest,
-        share,
+        orders,
         descriptors,
         scratch,
         barriers,
@@ -151,12 +155,6 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
         weight_bytes,
     )
 
-
-WIDE_GROUPS = 3
-"""Consumer warpgroups where a tile's columns pass 64, for configurations that fit three."""
-
-WIDE_TURNS = False
-"""Whether they take turns."""
 
 CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7), (64, 8)})
 """(heads, next_n) whose consumers would spill within the registers that three warpgroups leave them."""
@@ -172,12 +170,17 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
         shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
     elif config.columns <= 64:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
+    elif config.columns <= 128:
+        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), resident=True, ahead=1)
+    elif (config.heads, config.next_n) in ((32, 8), (64, 4)):
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), resident=True)
     elif (config.heads, config.next_n) in CRAMPED:
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), turns=WIDE_TURNS)
-    elif WIDE_GROUPS == 3:
-        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), turns=WIDE_TURNS)
+        most = (
+            96 if config.heads == 32 and config.next_n == 7 else 128
+        )  # a chunk of four rows beside one of three spills
+        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), chunk_columns=most)
     else:
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), turns=WIDE_TURNS)
+        shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160))
     return fitted(config, shape)
 
 

@@ -4,10 +4,9 @@ What differs between the architectures, the kernel that is passed in knows: `box
 shared memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage) and `put_weights` (the
 form in which its consumers read the head weights).
 
-The key warp looks up 16 tiles at once: each lane owns one page of the batch, finds its request in the prefix table and
-loads its page id, while the ring is full of earlier tiles. A page id outside the pool is never handed to the copy
-engine; the page's scale words become NaN instead, so that its logits do. With few requests both warps start on the
-block's home request before the plan is there (`schedule_homes`).
+The key warp looks 16 tiles ahead: each lane owns one page of the next batch, finds its request in the prefix table and
+loads its page id a whole batch before it is used, however short the requests are. A page id outside the pool is never
+handed to the copy engine; the page's scale words become NaN instead, so that its logits do.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from keysieve.device import ptx, scan, sync
+from keysieve.device import ptx, sync
 from keysieve.device.paged import page_in_pool, table_entry
 from keysieve.kernels import schedule, score_trace
-from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.sharding import read_length
 from keysieve.spec import PAGE, TILE
 
@@ -29,9 +27,6 @@ BATCH = 16
 """Tiles looked up together: two lanes each."""
 
 PAGES_PER_TILE = TILE // PAGE
-PLAN_BARRIER = 1
-"""Named barrier at which a block waits for the plan that its key warp makes of few requests."""
-
 NO_PAGE = -1
 """Lane code of a page that the request does not need."""
 BAD_PAGE = -2
@@ -67,82 +62,35 @@ class Boxes:
 @cute.jit
 def look_up(
     shared: Any,
-    rest: Uint32,
     table: Int64,
     table_stride: Int64,
+    pages: Int32,
+    flags: Int64,
     requests: Int32,
     tile: Int32,
     last: Int32,
     second: Int32,
     near: Int32,
 ) -> Any:
-    """(request, tile within it, page id, 1 if the page is needed) of tile `tile` of the numbering that `rest` holds.
+    """(request, tile within it, page id or code) of global tile `tile`; `second` picks its second page.
 
-    `second` picks its second page. near: a request at or before the tile's. The page id is still on its way.
+    near: a request at or before the tile's.
     """
-    request = near
+    request = Int32(0)
     within = Int32(0)
-    page = Int32(0)
-    needed = Int32(0)
-    if tile < last:
-        request = schedule.find_request(rest, requests, tile, near)
-        end = schedule.tiles_before(rest, request + Int32(1))
-        before, half = schedule.prefix_word(shared.prefix, request)
-        within = schedule.tiles_before(shared.prefix, request + Int32(1)) - before - (end - tile)
-        needed = Int32(1) - second * half * Int32(tile == end - Int32(1))
-        if needed != Int32(0):
-            page = ptx.load(table_entry(table, request, table_stride, within * Int32(2) + second), Int32)
-    return request, within, page, needed
-
-
-@cute.jit
-def page_code(page: Int32, needed: Int32, pages: Int32, flags: Int64) -> Int32:
-    """The page id, or NO_PAGE, or BAD_PAGE (which raises the flag)."""
     code = Int32(NO_PAGE)
-    if needed != Int32(0):
-        code = page
-        if not page_in_pool(page, pages):
-            code = Int32(BAD_PAGE)
-            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_PAGE), "or")
-    return code
-
-
-@cute.jit
-def send_tile(
-    kernel: cutlass.Constexpr[Any],
-    shared: Any,
-    key_copy: cute.CopyAtom,
-    source: cute.Tensor,
-    target: cute.Tensor,
-    code: Int32,
-    index: Int32,
-    owner: Int32,
-    tile: Int32,
-    sequence: Int32,
-    stage: Int32,
-    lane: Int32,
-    policy: Int64,
-) -> None:
-    """Fill a free stage: the descriptor (request, tile, sequence) and the copies of the pages in lanes 2 * index .."""
-    codes = [
-        cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, index * Int32(PAGES_PER_TILE) + Int32(page)))
-        for page in range(PAGES_PER_TILE)
-    ]
-    nbytes = Int32(0)
-    for page in cutlass.range_constexpr(PAGES_PER_TILE):
-        nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(kernel.boxes.page_bytes)
-        if codes[page] == Int32(BAD_PAGE):
-            spoil_scales(scale_words(kernel, shared, stage * PAGES_PER_TILE + page), lane)
-    with cute.arch.elect_one():
-        place = shared.descriptors + Uint32(stage) * Uint32(16)
-        ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
-        if nbytes > Int32(0):
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
-        else:  # no page of the tile is inside the pool
-            cute.arch.mbarrier_arrive(shared.key_full + stage)
-    for page in cutlass.range_constexpr(PAGES_PER_TILE):
-        if codes[page] >= Int32(0):
-            copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
+    if tile < last:
+        request = schedule.find_request(shared.prefix, requests, tile, near)
+        before, half = schedule.prefix_word(shared.prefix, request)
+        after = schedule.tiles_before(shared.prefix, request + Int32(1))
+        within = tile - before
+        unneeded = second * half * Int32(tile == after - Int32(1))
+        if unneeded == Int32(0):
+            code = ptx.load(table_entry(table, request, table_stride, within * Int32(2) + second), Int32)
+            if not page_in_pool(code, pages):
+                code = Int32(BAD_PAGE)
+                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_PAGE), "or")
+    return request, within, code
 
 
 @cute.jit
@@ -158,13 +106,8 @@ def stream_keys(
     requests: Int32,
     first: Int32,
     last: Int32,
-    lead: Any = None,
 ) -> None:
-    """The key warp: tiles first..last-1 into the ring, in order, each with its descriptor (request, tile, sequence).
-
-    lead: None, or (lens, limit, skip, block, blocks): with few requests the block's home tiles go first, `first` and
-    `last` are then found here, number the rest (see `schedule_homes`), and the plan is published for the other warps.
-    """
+    """The key warp: tiles first..last-1 into the ring, in order, each with its descriptor (request, tile, sequence)."""
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     second = lane & Int32(1)
@@ -174,86 +117,53 @@ def stream_keys(
     phase = Int32(1)  # parity 1 passes on a fresh barrier
     sequence = Int32(-1)
     current = Int32(-1)
-    request = Int32(0)
-    within = Int32(0)
-    page = Int32(0)
-    needed = Int32(0)
-    count = Int32(0)
-    rest = shared.prefix
-    waiting = Int32(0)
-    each = Int32(0)
-    mine = Int32(0)
-    total = Int32(0)
-    rounds = Int32(0)
-    faults = Int32(0)
-    if cutlass.const_expr(lead is not None):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if requests <= Int32(schedule.few(kernel.config.next_n)):
-            lens, limit, skip, block, blocks = lead
-            waiting = Int32(1)
-            rest = shared.rest
-            sequence = Int32(0)
-            request, place, step = homes.home_of(requests, block, blocks)
-            current = request
-            within = place + (lane >> Int32(1)) * step
-            column = within * Int32(2) + second
-            if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
-                page = ptx.load(table_entry(table, request, table_stride, column), Int32)
-            each, mine, faults = homes.read_lengths(
-                lens, requests, limit, skip, shared.rest, lane, kernel.config.next_n
-            )
-            total = scan.warp_sum(mine)
-            tiles, half = schedule.prefix_word(shared.rest, request)
-            rounds = homes.home_rounds(total, blocks, kernel.home_rounds)
-            count = homes.homes_below(tiles - place, Int32(1), step, rounds, kernel.home_rounds)
-            needed = Int32(1) - second * half * Int32(within == tiles - Int32(1))
-            needed = needed * Int32((lane >> Int32(1)) < count)
-    cursor = first
-    more = waiting | Int32(first < last)
-    while more != Int32(0):
-        code = page_code(page, needed, pages, flags)
+    near = schedule.find_request_together(shared.prefix, requests, first, lane)
+    request, within, code = look_up(
+        shared, table, table_stride, pages, flags, requests, first + (lane >> Int32(1)), last, second, near
+    )
+    first_tile = cute.arch.shuffle_sync(within, Int32(0))
+    for begin in cutlass.range(first, last, BATCH, unroll=1):
+        ahead = begin + Int32(BATCH) + (lane >> Int32(1))
+        near = cute.arch.shuffle_sync(request, Int32(2 * BATCH - 1))
+        next_request, next_within, next_code = look_up(
+            shared, table, table_stride, pages, flags, requests, ahead, last, second, near
+        )
+        count = last - begin
+        if count > Int32(BATCH):
+            count = Int32(BATCH)
         for index in cutlass.range(count, unroll=1):
             owner = cute.arch.shuffle_sync(request, index * Int32(2))
             tile = cute.arch.shuffle_sync(within, index * Int32(2))
+            codes = [
+                cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, index * Int32(2) + Int32(page)))
+                for page in range(PAGES_PER_TILE)
+            ]
             sequence = sequence + Int32(owner != current)
             current = owner
             sync.wait_barrier(shared.key_empty + stage, phase)
-            send_tile(kernel, shared, key_copy, source, target, code, index, owner, tile, sequence, stage, lane, policy)
-            score_trace.mark_first(kernel, shared, score_trace.COPYING, lane)
+            nbytes = Int32(0)
+            for page in cutlass.range_constexpr(PAGES_PER_TILE):
+                nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(kernel.boxes.page_bytes)
+                if codes[page] == Int32(BAD_PAGE):
+                    spoil_scales(scale_words(kernel, shared, stage * PAGES_PER_TILE + page), lane)
+            with cute.arch.elect_one():
+                place = shared.descriptors + Uint32(stage) * Uint32(16)
+                ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
+                if nbytes > Int32(0):
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
+                else:  # no page of the tile is inside the pool
+                    cute.arch.mbarrier_arrive(shared.key_full + stage)
+            for page in cutlass.range_constexpr(PAGES_PER_TILE):
+                if codes[page] >= Int32(0):
+                    copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
+            score_trace.mark(kernel, shared, score_trace.COPYING, sequence == Int32(0) and tile == first_tile)
             stage = stage + Int32(1)
             if stage == Int32(shape.stages):
                 stage = Int32(0)
                 phase = phase ^ Int32(1)
-        if cutlass.const_expr(lead is not None):  # noqa: SIM102  # a trace-time test, then a run-time one
-            if waiting != Int32(0):
-                lens, limit, skip, block, blocks = lead
-                cursor, last = homes.publish(
-                    shared.prefix,
-                    shared.rest,
-                    shared.share,
-                    requests,
-                    each,
-                    mine,
-                    total,
-                    count,
-                    rounds,
-                    block,
-                    blocks,
-                    lane,
-                    kernel.home_rounds,
-                )
-                cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-                score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
-                if faults > Int32(0) and block == Int32(0):
-                    ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
-                waiting = Int32(0)
-        more = Int32(cursor < last)
-        if cursor < last:
-            near = schedule.find_request_together(rest, requests, cursor, lane)
-            request, within, page, needed = look_up(
-                shared, rest, table, table_stride, requests, cursor + (lane >> Int32(1)), last, second, near
-            )
-            count = homes.least(last - cursor, Int32(BATCH))
-            cursor = cursor + count
+        request = next_request
+        within = next_within
+        code = next_code
 
 
 # Calls of the kernel's own methods stand in functions: inside a run-time loop the DSL would take the kernel for a value
@@ -321,31 +231,18 @@ def stream_queries(
     capacity: Int32,
     first: Int32,
     last: Int32,
-    rest: Any = None,
-    home: Any = None,
 ) -> None:
-    """The query warp: for every request with a tile in first..last-1, its queries, weights and usable lengths.
-
-    rest: the table that numbers them, None for the prefix table. home: None, -1, or the block's home request: its
-    queries are asked for first, before the plan is there, from which `first` and `last` are then read.
-    """
+    """The query warp: for every request with a tile in first..last-1, its queries, weights and usable lengths."""
     config = kernel.config
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
-    rest = shared.prefix if cutlass.const_expr(rest is None) else rest
-    led = Int32(0) if cutlass.const_expr(home is None) else Int32(home >= Int32(0))
-    request = Int32(0) if cutlass.const_expr(home is None) else home
-    waiting = led
-    sent = Int32(0)
-    more = Int32(1)
-    if led == Int32(0):
-        more = Int32(first < last)
-        if first < last:
-            request = schedule.find_request_together(rest, requests, first, lane)
+    request = schedule.find_request_together(shared.prefix, requests, first, lane)
     stage = Int32(0)
     phase = Int32(1)
+    more = Int32(1)
     while more != Int32(0):
+        after = schedule.tiles_before(shared.prefix, request + Int32(1))
         row = request * Int32(config.next_n)
         sync.wait_barrier(shared.query_empty + stage, phase)
         with cute.arch.elect_one():
@@ -357,16 +254,9 @@ def stream_queries(
                 target[(None, part, stage)],
                 tma_bar_ptr=shared.query_full + stage,
             )
-        length = Int32(0)
+        put_weights(kernel, shared, weights, row, stage, lane)
         if lane < Int32(config.next_n):
             length = read_length(lens, Int64(row + lane) * Int64(4))
-        put_weights(kernel, shared, weights, row, stage, lane)
-        if cutlass.const_expr(home is not None):  # noqa: SIM102  # a trace-time test, then a run-time one
-            if waiting != Int32(0):
-                cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-                sent, first, last = homes.read_share(shared.share)
-        after = schedule.tiles_before(shared.prefix, request + Int32(1))
-        if lane < Int32(config.next_n):
             usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
             where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
             ptx.store_shared(where, Uint32(usable))
@@ -377,23 +267,9 @@ def stream_queries(
         if stage == Int32(shape.query_stages):
             stage = Int32(0)
             phase = phase ^ Int32(1)
-        held = request
-        cursor = schedule.tiles_before(rest, request + Int32(1))
-        near = request + Int32(1)
-        if waiting != Int32(0):
-            cursor = first
-            near = Int32(0)
-        more = Int32(cursor < last)
-        if cursor < last:
-            request = schedule.find_request(rest, requests, cursor, near)
-            if request == held:  # the home request's rest comes first
-                cursor = schedule.tiles_before(rest, request + Int32(1))
-                more = Int32(cursor < last)
-                if cursor < last:
-                    request = schedule.find_request(rest, requests, cursor, request + Int32(1))
-        waiting = Int32(0)
-    if led != Int32(0) and sent + last - first == Int32(0):  # nobody waits for what was asked for too soon
-        sync.wait_barrier(shared.query_full, Int32(0))
+        more = Int32(after < last)
+        if after < last:
+            request = schedule.find_request(shared.prefix, requests, after, request + Int32(1))
 
 
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:

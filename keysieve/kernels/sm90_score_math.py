@@ -19,14 +19,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from keysieve.device import numerics, ptx, sync
 from keysieve.kernels import schedule, score_trace
 from keysieve.kernels import sm90_score_store as store
-from keysieve.kernels.sm90_score_config import PAGE_SLOT, PAGES_PER_TILE
+from keysieve.kernels.sm90_score_config import NO_REQUEST, PAGE_SLOT, PAGES_PER_TILE
 from keysieve.kernels.sm90_score_store import select
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE
 
 SCALE_OFFSET = 8192
 K_STEP = 32
-TURN_BARRIER = 2
-"""First of the named barriers with which warpgroups take turns; 1 is the plan's, 0 the block's."""
 
 
 class Targets:
@@ -126,10 +124,9 @@ def consume(
     products: Any,
     targets: Any,
     thread: Int32,
-    tiles: Int32,
     led: Int32,
 ) -> None:
-    """One consumer warpgroup: every `groups`-th of the block's tiles, in order.
+    """One consumer warpgroup: every `groups`-th of the block's tiles, in order, until the end is announced.
 
     led: 1 if the block's first request was announced before it was known to have a tile here (see `lead_keys`).
     """
@@ -147,12 +144,8 @@ def consume(
     stride = Int64(0)
     stage = group
     phase = Int32(0)
-    if group == Int32(shape.groups - 1):
-        pass_turn(shape, group)
-    for _index in cutlass.range(group, tiles, shape.groups, unroll=1):
-        sync.wait_barrier(shared.key_full + stage, phase)
-        owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
-        sequence = Int32(sequence_word)
+    owner, tile, sequence = next_tile(shared, stage, phase)
+    while owner != Int32(NO_REQUEST):
         score_trace.mark(kernel, shared, score_trace.LANDED, held < Int32(0) and group == Int32(0))
         if sequence != held:
             for request in cutlass.range(held + Int32(1), sequence + Int32(1), unroll=1):
@@ -161,7 +154,7 @@ def consume(
                 query_stage = request % Int32(shape.query_stages)
                 sync.wait_barrier(shared.query_full + query_stage, (request // Int32(shape.query_stages)) & 1)
             held = sequence
-            row, stride = row_places(config, shared, targets, Int32(owner))
+            row, stride = row_places(config, shared, targets, owner)
             if cutlass.const_expr(shape.resident):
                 place = shared.weights + Uint32(held % Int32(shape.query_stages)) * Uint32(kernel.places.weight_bytes)
                 for pair in cutlass.range_constexpr(-(-config.columns // 16)):
@@ -178,7 +171,7 @@ def consume(
             weights,
             stage,
             held % Int32(shape.query_stages),
-            Int32(tile_word) * Int32(TILE) + key,
+            tile * Int32(TILE) + key,
             row,
             stride,
             scale_place,
@@ -190,13 +183,20 @@ def consume(
         if stage >= Int32(shape.stages):
             stage = stage - Int32(shape.stages)
             phase = phase ^ Int32(1)
-    if cutlass.const_expr(shape.turns):
-        skip_turns(kernel, group, tiles)
+        owner, tile, sequence = next_tile(shared, stage, phase)
     if held >= Int32(0):
         release(shared.query_empty + held % Int32(shape.query_stages))
     elif led != Int32(0):  # no tile for this group, but others may wait for room
         release(shared.query_empty)
     score_trace.mark(kernel, shared, score_trace.DONE, group == Int32(0))
+
+
+@cute.jit
+def next_tile(shared: Any, stage: Int32, phase: Int32) -> Any:
+    """(request or NO_REQUEST, tile of it, its number in the block's order) of a stage, when it has landed."""
+    sync.wait_barrier(shared.key_full + stage, phase)
+    owner, tile, sequence, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
+    return Int32(owner), Int32(tile), Int32(sequence)
 
 
 def scale_offset(key: Int32) -> Uint32:
@@ -251,7 +251,6 @@ def score_tile(
     """All products of a tile and their results. position: of this lane's key in its request."""
     steps = steps_of(kernel)
     score_trace.tick(kernel, shared, 0, position >> Int32(7), group)
-    take_turn(kernel.shape, group)
     for ahead in cutlass.range_constexpr(kernel.shape.ahead):
         products.issue(steps[ahead][0], steps[ahead][1], stage, query_stage)
     scale = key_scale(kernel.config, shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place)
@@ -281,33 +280,6 @@ def steps_of(kernel: Any) -> list[tuple[int, int]]:
     return [(chunk, page) for chunk in range(len(kernel.chunks)) for page in range(PAGES_PER_TILE)]
 
 
-def take_turn(shape: Any, group: Int32) -> None:
-    """With `turns`: wait until the group before has had its product."""
-    if shape.turns:
-        cute.arch.barrier(barrier_id=Int32(TURN_BARRIER) + group, number_of_threads=256)
-
-
-def pass_turn(shape: Any, group: Int32) -> None:
-    """With `turns`: this group has had its product; the next group may start one."""
-    if shape.turns:
-        after = (group + Int32(1)) % Int32(shape.groups)
-        cute.arch.barrier_arrive(barrier_id=Int32(TURN_BARRIER) + after, number_of_threads=256)
-
-
-@cute.jit
-def skip_turns(kernel: cutlass.Constexpr[Any], group: Int32, tiles: Int32) -> None:
-    """Hand on the turns of the last round for a group that has no tile in it; the group that had the first pass back
-    waits for the last one, so that no barrier is left half full."""
-    groups = Int32(kernel.shape.groups)
-    rest = tiles % groups
-    if rest > Int32(0) and group >= rest:
-        for _step in cutlass.range_constexpr(len(steps_of(kernel))):
-            take_turn(kernel.shape, group)
-            pass_turn(kernel.shape, group)
-    if group == Int32(0):
-        take_turn(kernel.shape, group)
-
-
 def finish_tile(
     kernel: Any,
     shared: Any,
@@ -333,7 +305,6 @@ def finish_tile(
     halves: list[Any] = []
     for step, (chunk, page) in enumerate(steps):
         warpgroup.wait_group(min(ahead, len(steps) - step) - 1)
-        pass_turn(kernel.shape, group)
         if step in (0, len(steps) - 1):
             score_trace.tick(kernel, shared, 1 if step == 0 else 2, position >> Int32(7), group)
         if step + 1 == len(steps):
@@ -342,7 +313,6 @@ def finish_tile(
         halves.append(head_sums(kernel, products.acc[chunk][page], chunk, weights, lane))
         weights.forget()
         if step + ahead < len(steps):
-            take_turn(kernel.shape, group)
             products.issue(steps[step + ahead][0], steps[step + ahead][1], stage, query_stage)
         if page == 1:
             start, rows = kernel.chunks[chunk]

@@ -1,0 +1,358 @@
+"""Producers of the Hopper scorer: one warp streams key pages, one warp streams queries, weights and lengths.
+
+The key warp decides the order of the block's tiles. With few requests it starts on the block's home tiles while it
+plans for all (`schedule_homes`), and goes on with the block's range of the rest. A request's queries are ordered from
+the query warp when the first of its tiles is sent for. Three kinds of rings: tiles, orders, queries.
+
+A page id outside the pool is never handed to the copy engine; the page's scale words become NaN instead, so that its
+logits do.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from keysieve.device import ptx, scan, sync
+from keysieve.device.paged import page_in_pool, table_entry
+from keysieve.kernels import schedule, score_trace
+from keysieve.kernels import schedule_homes as homes
+from keysieve.kernels.sharding import raw_length, read_length
+from keysieve.kernels.sm90_score_config import NO_REQUEST, ORDERS
+from keysieve.kernels.sm90_score_load import (
+    BAD_PAGE,
+    BATCH,
+    NO_PAGE,
+    PAGES_PER_TILE,
+    copy_page,
+    page_views,
+    put_weights,
+    row_views,
+    scale_words,
+    spoil_scales,
+)
+from keysieve.spec import PAGE
+
+PLAN_BARRIER = 1
+"""Named barrier at which a block waits for the plan that its key warp makes of few requests."""
+
+
+@cute.jit
+def look_up(
+    shared: Any,
+    rest: Uint32,
+    table: Int64,
+    table_stride: Int64,
+    requests: Int32,
+    tile: Int32,
+    last: Int32,
+    second: Int32,
+    near: Int32,
+) -> Any:
+    """(request, tile within it, page id, 1 if the page is needed) of tile `tile` of the numbering that `rest` holds.
+
+    `second` picks its second page. near: a request at or before the tile's. The page id is still on its way.
+    """
+    request = near
+    within = Int32(0)
+    page = Int32(0)
+    needed = Int32(0)
+    if tile < last:
+        request = schedule.find_request(rest, requests, tile, near)
+        end = schedule.tiles_before(rest, request + Int32(1))
+        before, half = schedule.prefix_word(shared.prefix, request)
+        within = schedule.tiles_before(shared.prefix, request + Int32(1)) - before - (end - tile)
+        needed = Int32(1) - second * half * Int32(tile == end - Int32(1))
+        if needed != Int32(0):
+            page = ptx.load(table_entry(table, request, table_stride, within * Int32(2) + second), Int32)
+    return request, within, page, needed
+
+
+@cute.jit
+def page_code(page: Int32, needed: Int32, pages: Int32, flags: Int64) -> Int32:
+    """The page id, or NO_PAGE, or BAD_PAGE (which raises the flag)."""
+    code = Int32(NO_PAGE)
+    if needed != Int32(0):
+        code = page
+        if not page_in_pool(page, pages):
+            code = Int32(BAD_PAGE)
+            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_PAGE), "or")
+    return code
+
+
+@cute.jit
+def send_tile(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    key_copy: cute.CopyAtom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    code: Int32,
+    index: Int32,
+    owner: Int32,
+    tile: Int32,
+    sequence: Int32,
+    stage: Int32,
+    lane: Int32,
+    policy: Int64,
+) -> None:
+    """Fill a free stage: the descriptor (request, tile, sequence) and the copies of the pages in lanes 2 * index .."""
+    codes = [
+        cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, index * Int32(PAGES_PER_TILE) + Int32(page)))
+        for page in range(PAGES_PER_TILE)
+    ]
+    nbytes = Int32(0)
+    for page in cutlass.range_constexpr(PAGES_PER_TILE):
+        nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(kernel.boxes.page_bytes)
+        if codes[page] == Int32(BAD_PAGE):
+            spoil_scales(scale_words(kernel, shared, stage * PAGES_PER_TILE + page), lane)
+    with cute.arch.elect_one():
+        place = shared.descriptors + Uint32(stage) * Uint32(16)
+        ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
+        if nbytes > Int32(0):
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
+        else:  # no page of the tile is inside the pool
+            cute.arch.mbarrier_arrive(shared.key_full + stage)
+    for page in cutlass.range_constexpr(PAGES_PER_TILE):
+        if codes[page] >= Int32(0):
+            copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
+
+
+@cute.jit
+def order_queries(shared: Any, number: Int32, request: Int32) -> None:
+    """Order number `number` to the query warp: the request that comes next (NO_REQUEST: none any more)."""
+    slot = number & Int32(ORDERS - 1)
+    sync.wait_barrier(shared.order_empty + slot, ((number // Int32(ORDERS)) & Int32(1)) ^ Int32(1))
+    with cute.arch.elect_one():
+        ptx.store_shared(shared.orders + Uint32(slot) * Uint32(4), Uint32(request))
+        cute.arch.mbarrier_arrive(shared.order_full + slot)
+
+
+@cute.jit
+def next_order(shared: Any, number: Int32) -> Int32:
+    """The request of order number `number`."""
+    slot = number & Int32(ORDERS - 1)
+    sync.wait_barrier(shared.order_full + slot, (number // Int32(ORDERS)) & Int32(1))
+    request = Int32(ptx.load_shared(shared.orders + Uint32(slot) * Uint32(4)))
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(shared.order_empty + slot)
+    return request
+
+
+@cute.jit
+def ask_ahead(
+    kernel: cutlass.Constexpr[Any],
+    lens: Any,
+    table: Int64,
+    table_stride: Int64,
+    requests: Int32,
+    limit: Int32,
+    block: Int32,
+    blocks: Int32,
+) -> Any:
+    """With few requests, before anything else: (the first length of the lane's first request, as it stands in memory;
+    the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet."""
+    next_n = kernel.config.next_n
+    lane = cute.arch.lane_idx()
+    mine = lane * ((requests + Int32(31)) >> Int32(5))
+    raw = Int32(0)
+    if mine < requests:
+        raw = raw_length(lens, Int64(mine) * Int64(4 * next_n))
+    request, place, step = homes.home_of(requests, block, blocks)
+    page = Int32(0)
+    column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
+    if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
+        page = ptx.load(table_entry(table, request, table_stride, column), Int32)
+    return raw, page
+
+
+@cute.jit
+def stream_keys(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    key_copy: cute.CopyAtom,
+    key_pages: cute.Tensor,
+    table: Int64,
+    table_stride: Int64,
+    pages: Int32,
+    flags: Int64,
+    lens: Any,
+    requests: Int32,
+    limit: Int32,
+    skip: Int32,
+    capacity: Int32,
+    block: Int32,
+    blocks: Int32,
+    raw: Int32,
+    page: Int32,
+) -> None:
+    """The key warp: the block's tiles into the ring, each with its descriptor (request, tile, sequence), and the end.
+
+    With many requests the plan is there; with few it is made here. raw, page: of `ask_ahead`.
+    """
+    shape = kernel.shape
+    lane = cute.arch.lane_idx()
+    second = lane & Int32(1)
+    policy = ptx.l2_policy("evict_first")
+    source, target = page_views(kernel, shared, key_copy, key_pages)
+    stage = Int32(0)
+    phase = Int32(1)  # parity 1 passes on a fresh barrier
+    sequence = Int32(-1)
+    current = Int32(-1)
+    within = Int32(0)
+    needed = Int32(0)
+    count = Int32(0)
+    rest = shared.prefix
+    each = Int32(0)
+    mine = Int32(0)
+    total = Int32(0)
+    rounds = Int32(0)
+    faults = Int32(0)
+    cursor = Int32(0)
+    last = Int32(0)
+    request, place, step = homes.home_of(requests, block, blocks)
+    led = Int32(requests <= Int32(schedule.few(kernel.config.next_n)))  # the first request needs no order
+    waiting = led
+    if waiting != Int32(0):
+        rest = shared.rest
+        sequence = Int32(0)
+        current = request
+        within = place + (lane >> Int32(1)) * step
+        each, mine, faults = homes.read_lengths(
+            lens, requests, limit, skip, shared.rest, lane, raw, kernel.config.next_n
+        )
+        total = scan.warp_sum(mine)
+        tiles, half = schedule.prefix_word(shared.rest, request)
+        rounds = homes.home_rounds(total, blocks, kernel.home_rounds)
+        count = homes.homes_below(tiles - place, Int32(1), step, rounds, kernel.home_rounds)
+        needed = Int32(1) - second * half * Int32(within == tiles - Int32(1))
+        needed = needed * Int32((lane >> Int32(1)) < count)
+    else:
+        cursor, last = schedule.range_of_many(shared.prefix, requests, capacity, block, blocks)
+    more = Int32(1)
+    while more != Int32(0):
+        code = page_code(page, needed, pages, flags)
+        for index in cutlass.range(count, unroll=1):
+            owner = cute.arch.shuffle_sync(request, index * Int32(2))
+            tile = cute.arch.shuffle_sync(within, index * Int32(2))
+            if owner != current:
+                sequence = sequence + Int32(1)
+                order_queries(shared, sequence - led, owner)
+            current = owner
+            sync.wait_barrier(shared.key_empty + stage, phase)
+            send_tile(kernel, shared, key_copy, source, target, code, index, owner, tile, sequence, stage, lane, policy)
+            score_trace.mark_first(kernel, shared, score_trace.COPYING, lane)
+            stage = stage + Int32(1)
+            if stage == Int32(shape.stages):
+                stage = Int32(0)
+                phase = phase ^ Int32(1)
+        if waiting != Int32(0):
+            cursor, last = homes.publish(
+                shared.prefix,
+                shared.rest,
+                requests,
+                each,
+                mine,
+                total,
+                count,
+                rounds,
+                block,
+                blocks,
+                lane,
+                kernel.home_rounds,
+            )
+            cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
+            score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
+            if faults > Int32(0) and block == Int32(0):
+                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
+            waiting = Int32(0)
+        start = cursor
+        end = homes.least(last, cursor + Int32(BATCH))
+        cursor = end
+        count = end - start
+        more = Int32(count > Int32(0))
+        if count > Int32(0):
+            near = schedule.find_request_together(rest, requests, start, lane)
+            request, within, page, needed = look_up(
+                shared, rest, table, table_stride, requests, start + (lane >> Int32(1)), end, second, near
+            )
+    order_queries(shared, sequence + Int32(1) - led, Int32(NO_REQUEST))
+    for _group in cutlass.range(shape.groups, unroll=1):
+        sync.wait_barrier(shared.key_empty + stage, phase)
+        with cute.arch.elect_one():
+            where = shared.descriptors + Uint32(stage) * Uint32(16)
+            ptx.store_shared(where, Uint32(Int32(NO_REQUEST)))
+            cute.arch.mbarrier_arrive(shared.key_full + stage)
+        stage = stage + Int32(1)
+        if stage == Int32(shape.stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+
+
+@cute.jit
+def stream_queries(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    row_copy: cute.CopyAtom,
+    query_rows: cute.Tensor,
+    weights: Int64,
+    lens: Any,
+    limit: Int32,
+    requests: Int32,
+    capacity: Int32,
+    block: Int32,
+    blocks: Int32,
+) -> None:
+    """The query warp: queries, weights and usable lengths of the requests that the key warp orders.
+
+    With few requests the block's home request is the first, and is asked for before the plan is there.
+    """
+    config = kernel.config
+    shape = kernel.shape
+    lane = cute.arch.lane_idx()
+    source, target = row_views(kernel, shared, row_copy, query_rows)
+    request, _place, _step = homes.home_of(requests, block, blocks)
+    led = Int32(requests <= Int32(schedule.few(config.next_n)))  # the first request needs no order
+    waiting = led
+    sequence = Int32(0)
+    if waiting == Int32(0):
+        request = next_order(shared, Int32(0))
+    stage = Int32(0)
+    phase = Int32(1)
+    while request >= Int32(0):
+        row = request * Int32(config.next_n)
+        sync.wait_barrier(shared.query_empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, config.columns * kernel.boxes.row_bytes)
+        for part in cutlass.range_constexpr(config.next_n):
+            cute.copy(
+                row_copy,
+                source[(None, row + Int32(part))],
+                target[(None, part, stage)],
+                tma_bar_ptr=shared.query_full + stage,
+            )
+        length = Int32(0)
+        if lane < Int32(config.next_n):
+            length = read_length(lens, Int64(row + lane) * Int64(4))
+        put_weights(kernel, shared, weights, row, stage, lane)
+        if waiting != Int32(0):
+            cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
+            waiting = Int32(0)
+        after = schedule.tiles_before(shared.prefix, request + Int32(1))
+        if lane < Int32(config.next_n):
+            usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
+            where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
+            ptx.store_shared(where, Uint32(usable))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.query_full + stage)
+        stage = stage + Int32(1)
+        if stage == Int32(shape.query_stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+        sequence = sequence + Int32(1)
+        request = next_order(shared, sequence - led)
+    if sequence == Int32(1):  # if the block has no tile, nobody has waited for these queries
+        sync.wait_barrier(shared.query_full, Int32(0))
