@@ -38,10 +38,27 @@ def test_an_error_that_is_not_in_the_table_is_noticed(tmp_path: Path, monkeypatc
 
     (tmp_path / "keysieve").mkdir()
     (tmp_path / "keysieve" / "new.py").write_text(
-        'refuse("thing", got=1, accepted=f"{2} of them", remedy="Do " + "it.")'
+        """
+def check(name, value, remedy):
+    if value < 0:
+        accepted = "0 or more"
+        refuse(name, got=value, accepted=accepted, remedy=remedy)
+    if value > 9:
+        accepted = "9 or less"
+        refuse(name, got=value, accepted=accepted, remedy="Subtract.")
+
+def use(value):
+    check("depth", value, "Add.")
+    refuse("thing", got=1, accepted=f"{2} of {value}", remedy="Do " + "it.")
+"""
     )
     monkeypatch.setattr(error_table, "ROOT", tmp_path)
-    assert "| `thing` | … of them | Do it. |" in error_table.table()
+    rows = error_table.table().splitlines()[2:]
+    assert rows == [
+        "| `depth` | 0 or more | Add. |",
+        "| `depth` | 9 or less | Subtract. |",
+        "| `thing` | 2 of &lt;value&gt; | Do it. |",
+    ]
     assert error_table.main(["--check"]) == 1
 
 
