@@ -14,7 +14,7 @@ REPORT_MAGIC = 0x6B733A21
 # Word numbers of the fields, in the order of `SpinReport`.
 WORD_MAGIC, WORD_RANK, WORD_ROW, WORD_SOURCE, WORD_EXPECTED, WORD_SEEN, WORD_STAGE = range(7)
 WORD_CALL, WORD_THEIR_CALL, WORD_LENGTH, WORD_THEIR_LENGTH, WORD_TAG = range(7, 12)
-"""Of an exchange: the waiting rank's own signature and the source's, as `(rows << 16 | site)` and a length; the call."""
+"""Of an exchange: the waiting rank's signature and the source's, `(rows << 16 | site)` and a length each; the call."""
 
 STAGE_WORDS, STAGE_FLAG, STAGE_SIGNATURE = 1, 2, 3
 """Stages of an exchange: a word of the first round is missing; a rescue's flag is; the source made another call."""
@@ -26,7 +26,7 @@ class SpinReport:
 
     rank: who waited. row: for which row (or item). source: whose answer was missing. expected, seen: the tag awaited
     and the tag found. stage: a number the kernel gives to its waiting places (for an exchange: STAGE_WORDS, ..). call,
-    length: of an exchange, the waiting rank's own signature; their_call, their_length: the source's, at STAGE_SIGNATURE;
+    length: of an exchange, the waiting rank's signature; their_call, their_length: the source's, at STAGE_SIGNATURE;
     tag: the call's number modulo 2^32.
     """
 

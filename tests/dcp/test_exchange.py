@@ -222,9 +222,7 @@ def test_no_report_is_no_failure() -> None:
         ),
         (
             (1, 0, 0, 6, 6, STAGE_SIGNATURE, 4 << 16 | 2, 5 << 16 | 3, 100, 99, 6),
-            [
-                "call 6: source rank 0 made another call: 5 rows, site 3, length 99; this rank: 4 rows, site 2,"
-            ],
+            ["call 6: source rank 0 made another call: 5 rows, site 3, length 99; this rank: 4 rows, site 2,"],
         ),
     ],
 )
