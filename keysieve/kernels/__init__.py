@@ -8,6 +8,7 @@ how to add one.
 CONFIG_MODULES: tuple[str, ...] = (
     "keysieve.kernels.tile_offsets_config",
     "keysieve.kernels.sm90_score_config",
+    "keysieve.kernels.sm90_mxfp4_config",
     "keysieve.kernels.sm100_score_config",
     "keysieve.kernels.select_config",
     "keysieve.kernels.exchange_config",

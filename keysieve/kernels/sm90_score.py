@@ -32,6 +32,7 @@ from keysieve.kernels.sm90_score_config import (
     PAGE_SLOT,
     ScoreConfig,
     ScoreShape,
+    SmemMap,
     chunks_of,
     shape_of,
     smem_map,
@@ -51,13 +52,13 @@ PAGE_BYTES = PAGE_ROWS * HEAD_DIM
 class Shared:
     """Trace-time handles into the block's shared memory: addresses (Uint32) and barrier pointers."""
 
-    def __init__(self, base: Any, config: ScoreConfig, shape: ScoreShape) -> None:
-        places = smem_map(config, shape)
+    def __init__(self, base: Any, places: SmemMap, shape: ScoreShape) -> None:
         self.places = places
         self.base = base
         self.trace: Any = None
         origin = ptx.smem_addr(base)
         self.keys = origin + Uint32(places.keys)
+        self.query = origin + Uint32(places.query)
         self.weights = origin + Uint32(places.weights)
         self.lengths = origin + Uint32(places.lengths)
         self.prefix = origin + Uint32(places.prefix)
@@ -178,8 +179,8 @@ class ScoreKernel(Frame):
         self,
         key_copy: cute.CopyAtom,
         key_pages: cute.Tensor,
-        row_copy: cute.CopyAtom,
-        query_rows: cute.Tensor,
+        row_copy: Any,
+        query_rows: Any,
         weights: Int64,
         lens: Int64,
         table: Int64,
@@ -201,7 +202,7 @@ class ScoreKernel(Frame):
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
-        shared = Shared(base, self.config, shape)
+        shared = Shared(base, self.places, shape)
         shared.trace = starts
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
         score_trace.place(self, shared, warp == self.key_warp)
@@ -254,10 +255,10 @@ class ScoreKernel(Frame):
                 cute.arch.setmaxregister_increase(shape.registers[1])
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-            consume(self, shared, Products(self, shared, thread), Targets(logits, tops, pitch), thread, led)
+            consume(self, shared, self.products(shared, thread), Targets(logits, tops, pitch), thread, led)
 
     @cute.jit
-    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
+    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: Any, warp: Int32) -> None:
         """Barriers and descriptors, while the first loads are on their way; the plan's barrier publishes them."""
         shape = self.shape
         if warp == self.key_warp:
@@ -268,7 +269,7 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.key_empty + stage, 4)
             cute.arch.mbarrier_init_fence()
         if warp == self.query_warp:
-            cpasync.prefetch_descriptor(row_copy)
+            self.prefetch_rows(row_copy)
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(ORDERS):
                     cute.arch.mbarrier_init(shared.order_full + slot, 1)
@@ -277,6 +278,14 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
             cute.arch.mbarrier_init_fence()
+
+    def products(self, shared: Any, thread: Int32) -> Any:
+        """The matrix products of a consumer thread."""
+        return Products(self, shared, thread)
+
+    def prefetch_rows(self, row_copy: Any) -> None:
+        """Bring the queries' descriptor near."""
+        cpasync.prefetch_descriptor(row_copy)
 
     def copy_page(
         self, shared: Any, key_copy: Any, source: Any, target: Any, page: Int32, stage: Int32, half: int, policy: Any

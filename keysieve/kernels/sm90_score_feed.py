@@ -31,6 +31,7 @@ from keysieve.kernels.sm90_score_load import (
     row_views,
     scale_words,
     spoil_scales,
+    widen_rows,
 )
 from keysieve.spec import PAGE
 
@@ -295,8 +296,8 @@ def stream_keys(
 def stream_queries(
     kernel: cutlass.Constexpr[Any],
     shared: Any,
-    row_copy: cute.CopyAtom,
-    query_rows: cute.Tensor,
+    row_copy: Any,
+    query_rows: Any,
     weights: Int64,
     lens: Any,
     limit: Int32,
@@ -324,15 +325,22 @@ def stream_queries(
     while request >= Int32(0):
         row = request * Int32(config.next_n)
         sync.wait_barrier(shared.query_empty + stage, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, config.columns * kernel.boxes.row_bytes)
-        for part in cutlass.range_constexpr(config.next_n):
-            cute.copy(
-                row_copy,
-                source[(None, row + Int32(part))],
-                target[(None, part, stage)],
-                tma_bar_ptr=shared.query_full + stage,
-            )
+        if cutlass.const_expr(hasattr(kernel, "widen_rows")):
+            widen_rows(kernel, shared, source, target, row, stage, lane)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.query_full + stage)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    shared.query_full + stage, config.columns * kernel.boxes.row_bytes
+                )
+            for part in cutlass.range_constexpr(config.next_n):
+                cute.copy(
+                    row_copy,
+                    source[(None, row + Int32(part))],
+                    target[(None, part, stage)],
+                    tma_bar_ptr=shared.query_full + stage,
+                )
         length = Int32(0)
         if lane < Int32(config.next_n):
             length = read_length(lens, Int64(row + lane) * Int64(4))

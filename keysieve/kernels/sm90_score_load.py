@@ -272,8 +272,18 @@ def stream_queries(
             request = schedule.find_request(shared.prefix, requests, after, request + Int32(1))
 
 
+def widen_rows(kernel: Any, shared: Any, words: Any, query: Any, row: Int32, stage: Int32, lane: Int32) -> None:
+    """Where a kernel has queries written by this warp instead of the copy engine: fenced, the warp together."""
+    kernel.widen_rows(shared, words, query, row, stage, lane)
+
+
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:
-    """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them."""
+    """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them.
+
+    Both as they came where the kernel writes queries itself.
+    """
+    if hasattr(kernel, "widen_rows"):
+        return row_copy, query_rows
     heads, boxes = kernel.config.heads, kernel.boxes
     layout = cute.make_layout(
         (heads, boxes.row_bytes, kernel.config.next_n, kernel.shape.query_stages),

@@ -383,7 +383,12 @@ def across_pages(first: Float32, second: Float32, lane: Int32) -> Float32:
 
 
 def key_scale(config: Any, place: Uint32) -> Float32:
-    """The key's scale as float32: stored so, or from the lowest UE8M0 byte (0 is 2^-127, 255 is NaN)."""
+    """The key's scale as float32: stored so, or from the lowest UE8M0 byte (0 is 2^-127, 255 is NaN).
+
+    MXFP4 dots have their scales inside.
+    """
+    if config.key_format == "mxfp4":
+        return Float32(1.0)
     word = ptx.load_shared(place)
     if config.key_format == "fp8_fp32":
         return numerics.bits_float(word)

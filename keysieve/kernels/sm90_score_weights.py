@@ -10,8 +10,15 @@ from keysieve.device import numerics, ptx
 
 
 @cute.jit
-def halve_weights(config: cutlass.Constexpr[Any], place: Uint32, weights: Int64, row: Int32, lane: Int32) -> None:
-    """Write half of each weight (the ReLU is computed doubled) in the order that a consumer thread reads four.
+def halve_weights(
+    config: cutlass.Constexpr[Any],
+    place: Uint32,
+    weights: Int64,
+    row: Int32,
+    lane: Int32,
+    factor: cutlass.Constexpr[float] = 0.5,
+) -> None:
+    """Write half (`factor`) of each weight (the ReLU is computed doubled) in the order that a consumer thread reads four.
 
     Word `16 * pair + 4 * quad + 2 * odd + v` holds column `8 * (2 * pair + odd) + 2 * quad + v`: the accumulator
     columns of lane quad position `quad` in two neighbouring blocks of eight. Padding words are zero.
@@ -32,6 +39,6 @@ def halve_weights(config: cutlass.Constexpr[Any], place: Uint32, weights: Int64,
                 value = ptx.load_u16(base + Int64(column) * Int64(2)) << Uint32(16)
         values.append(value)
     for start in cutlass.range_constexpr(0, words, 32):
-        half = numerics.mul(numerics.bits_float(values[start // 32]), cutlass.Float32(0.5))
+        half = numerics.mul(numerics.bits_float(values[start // 32]), cutlass.Float32(factor))
         if lane + Int32(start) < Int32(words):
             ptx.store_shared(place + Uint32(4 * start) + Uint32(lane) * Uint32(4), numerics.float_bits(half))

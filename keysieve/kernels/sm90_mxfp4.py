@@ -1,0 +1,139 @@
+"""MXFP4 paged indexer logits on Hopper: the frame of `sm90_score`, with keys widened to BF16 in registers.
+
+A page lies in the ring as its 4,352 bytes. The query warp widens a request's queries once, into shared memory; nothing
+of them is brought by the copy engine. See `sm90_mxfp4_math` for the numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float8E4M3FN, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_math import WEIGHT_FACTOR, WideProducts, widen_queries
+from keysieve.kernels.sm90_score import ScoreKernel, fake_arguments
+from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
+from keysieve.kernels.sm90_score_load import Boxes
+from keysieve.kernels.sm90_score_weights import halve_weights
+from keysieve.spec import HEAD_DIM
+
+PAGE_ROWS = PAGE_SLOT // HEAD_DIM
+"""A page seen as rows of 128 bytes: two keys a row, then 64 scale words in two rows."""
+
+
+@dataclass(frozen=True)
+class PlainBoxes(Boxes):
+    """Boxes that lie in shared memory as in global memory."""
+
+    def swizzle(self) -> Any:
+        """None."""
+        return cute.make_swizzle(0, 4, 3)
+
+
+class Mxfp4Kernel(ScoreKernel):
+    """The scorer of one configuration; `entry_mxfp4` is what is compiled and called."""
+
+    def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
+        self.config = config
+        self.shape = shape_of(config) if shape is None else shape
+        self.places = smem_map(config, self.shape)
+        self.chunks = chunks_of(config, self.shape)
+        self.key_warp = 4 * self.shape.groups
+        self.query_warp = self.key_warp + 1
+        self.report_warp = self.key_warp + self.shape.producer_warps - 1
+        self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
+        self.boxes = PlainBoxes(HEAD_DIM, PAGE_ROWS, PAGE_SLOT, PAGE_SLOT)
+
+    @cute.jit
+    def entry_mxfp4(
+        self,
+        words: Int64,
+        keys: Int64,
+        query: Int64,
+        weights: Int64,
+        lens: Int64,
+        table: Int64,
+        logits: Int64,
+        tops: Int64,
+        starts: Int64,
+        flags: Int64,
+        page_stride: Int64,
+        table_stride: Int64,
+        pitch: Int64,
+        pages: Int32,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+        blocks: Int32,
+        use_pdl: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. words: device address of the queries' scale words; the rest as in `ScoreKernel.entry`."""
+        config = self.config
+        stride = cute.assume(page_stride, divby=16)
+        pool = cute.make_tensor(
+            cute.make_ptr(Float8E4M3FN, keys, AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((PAGE_ROWS, HEAD_DIM, pages), stride=(HEAD_DIM, 1, stride)),
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        box = cute.make_layout((PAGE_ROWS, HEAD_DIM), stride=(HEAD_DIM, 1))
+        key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, box, (PAGE_ROWS, HEAD_DIM))
+        self.kernel.set_name_prefix(f"sm90_mxfp4_h{config.heads}_n{config.next_n}_{config.layout}")
+        self.kernel(
+            key_copy,
+            key_pages,
+            words,
+            query,
+            weights,
+            lens,
+            table,
+            logits,
+            tops,
+            starts,
+            flags,
+            table_stride,
+            pitch,
+            pages,
+            requests,
+            limit,
+            skip,
+            capacity,
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.shape.threads, 1, 1),
+            stream=stream,
+            use_pdl=use_pdl,
+            min_blocks_per_mp=1,
+        )
+
+    def products(self, shared: Any, thread: Int32) -> Any:
+        """Keys come from registers."""
+        return WideProducts(self, shared, thread)
+
+    def prefetch_rows(self, row_copy: Any) -> None:
+        """Queries have no descriptor."""
+
+    def scale_words(self, shared: Any, slot: Int32) -> Uint32:
+        """Shared address of the 64 scale words of a page of the ring: behind its keys."""
+        return shared.keys + Uint32(slot) * Uint32(PAGE_SLOT) + Uint32(SCALE_PLACE)
+
+    def widen_rows(self, shared: Any, words: Int64, query: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
+        """Queries of the request whose first row is `row`, into a query stage."""
+        widen_queries(self, shared, query, words, row, stage, lane)
+
+    def put_weights(self, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
+        """Head weights of the request whose first row is `row`, into a query stage."""
+        place = shared.weights + Uint32(stage) * Uint32(self.places.weight_bytes)
+        halve_weights(self.config, place, weights, row, lane, WEIGHT_FACTOR)
+
+
+def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """The jit function of `config` and its fake arguments."""
+    if arch != "sm_90a":
+        raise ValueError(f"sm90_mxfp4 for {arch}: its matrix instructions exist on sm_90a alone")
+    kernel = Mxfp4Kernel(config)
+    return kernel.entry_mxfp4, (Int64(0), *fake_arguments())
