@@ -22,12 +22,14 @@ class MergeConfig:
             read again from L2.
         k_class: largest K.
         threads: of a block, which works on one row.
+        rounds: pairs of words that a thread has room for in registers (the latency form); 0: none (throughput).
     """
 
     tagged: bool = True
     held: int = 4096
     k_class: int = 2048
     threads: int = 512
+    rounds: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -43,6 +45,7 @@ class MergeMap:
     cleared: int  # bytes from 0 that are zeroed for every selection
     found: int  # u32 [16]: what one warp tells the others
     sums: int  # u32 [32]: a word a warp
+    counts: int  # u32 [32]: another
     rejected: int  # u32 [16]: per source, whether an entry of its list was rejected
     begins: int  # u32 [17]: winners of lower sources
     bases: int  # u64 [16]: address of each source's list
@@ -62,6 +65,7 @@ class MergeMap:
             ("low", 4 * 512),
             ("found", 64),
             ("sums", 128),
+            ("counts", 128),
             ("rejected", 64),
             ("begins", 128),
             ("bases", 128),
@@ -84,18 +88,37 @@ HELD: tuple[int, ...] = (4096, 12288)
 K_CLASSES: tuple[int, ...] = (2048, 4096)
 
 
+LATENCY = False
+"""Whether the latency form is chosen where a row's lists fit it: it has not run on a device yet."""
+
+ROUNDS: tuple[int, ...] = (4, 8)
+"""Pairs a thread of the latency form, at most; it needs room for as many words as a block's threads hold."""
+
+
+def rounds_needed(world: int, words: int, threads: int = 512) -> int:
+    """Pairs that a thread gets where lists of `words` words from `world` ranks are spread over a block's warps."""
+    warps = threads // 32 // world  # of a source
+    return -(-(-(-words // 2) + 1) // (32 * warps))
+
+
 def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
     """The configuration for lists of `words` words from `world` ranks."""
     if not 1 <= world <= MAX_WORLD:
         raise ValueError(f"world {world}: 1..{MAX_WORLD}")
     k_class = next(c for c in K_CLASSES if k <= c)
+    need = rounds_needed(world, words)
+    for rounds in ROUNDS if LATENCY else ():
+        if need <= rounds:
+            return MergeConfig(tagged, 1024 * rounds, k_class, rounds=rounds)
     held = HELD[0] if world * words <= HELD[0] else HELD[1]
     return MergeConfig(tagged, held, k_class)
 
 
 def _merge(arch: str) -> Iterable[MergeConfig]:
     del arch
-    return [MergeConfig(tagged, held, k) for tagged in (True, False) for held in HELD for k in K_CLASSES]
+    forms = [*((held, 0) for held in HELD), *((1024 * rounds, rounds) for rounds in ROUNDS)]
+    both = (True, False)
+    return [MergeConfig(tagged, held, k, rounds=rounds) for tagged in both for held, rounds in forms for k in K_CLASSES]
 
 
 MERGE = Kernel(

@@ -24,6 +24,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
+from keysieve.kernels import exchange_latency as latency
 from keysieve.kernels import exchange_rescue as rescue
 from keysieve.kernels import exchange_rows as output
 from keysieve.kernels import exchange_select as choose
@@ -102,7 +103,9 @@ class Merge:
         bytes of host memory; timeout_ns: the longest wait. ordered: 1 draws rows from the counter.
         """
         kind = "tagged" if self.config.tagged else "plain"
-        self.kernel.set_name_prefix(f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}")
+        self.kernel.set_name_prefix(
+            f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}_r{self.config.rounds}"
+        )
         self.kernel(
             peers, slots, recv, arrived, max_rows, recv_pitch, rescued, epoch, seq2, ticket, words, second,
             source_stride, row_stride, second_source_stride, second_row_stride, logits, pitch, lens, rows, next_n,
@@ -114,6 +117,7 @@ class Merge:
             smem=self.config.shared_bytes,
             stream=stream,
             use_pdl=overlap,
+            min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -178,33 +182,65 @@ class Merge:
         if lens != Int64(0):
             length = ptx.load(lens + Int64(row) * Int64(4), Int32)
         usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
+        where = (table, table_stride, next_n, page_log2, block_rows)
         if cutlass.const_expr(config.tagged):
             tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
             call = (Uint32(rows) << Uint32(16)) | Uint32(site)
             mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)
             wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
-            arrival.accept(lists, wait, mine + slots, max_rows, row)
+        saturated = Uint32(0)
+        swift = cutlass.const_expr(config.rounds > 0)
+        if cutlass.const_expr(swift):
+            choose.hold_all(lists)
+            share = latency.Share(lists)
+            if cutlass.const_expr(config.tagged):
+                got, slot = latency.load_tagged(share, mine + slots, tag, max_rows, row)
+                latency.fill(lists, row, out, out_stride)
+                entered = latency.accept(share, wait, got, slot)
+            else:
+                entered = latency.take_plain(share, words, source_stride, row_stride, row)
+                latency.fill(lists, row, out, out_stride)
+            threshold, need, equal = latency.find_threshold(share, entered)
+            entries = latency.look_up(share, entered, where, row)
+            top = usable
+            if lens == Int64(0):
+                top = Int32(choose.ID_MAX)
+            cut = latency.find_cut(share, entered, threshold, need, equal, top)
+            chosen = latency.mark(share, entered, threshold, cut)
+            places = latency.count_sources(share, chosen)
+            if n < k:
+                saturated = latency.saturated(share, places[2], usable, lens != Int64(0))
+            if saturated == Uint32(0):
+                target = (out, out_stride, counts, positions)
+                latency.write(share, entered, entries, chosen, places, row, where, target)
+            else:
+                latency.note(lists, threshold)
         else:
-            choose.list_plain(lists, words, source_stride, row_stride, row)
-        choose.select(lists, cutlass.const_expr(config.tagged))
-        if n < k:
-            saturated = choose.saturated(lists, usable, lens != Int64(0))
-            if saturated != Uint32(0):
-                if cutlass.const_expr(config.tagged):
-                    local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
-                    address = logits + Int64(row) * pitch * Int64(2)
-                    rescue.second_round(
-                        lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
-                        seq2, row,
-                    )  # fmt: skip
-                else:
-                    choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
-                choose.clear(lists)
-                choose.select(lists, False)
-        output.compact(lists)
-        where = (table, table_stride, next_n, page_log2, block_rows)
-        output.write_owned(lists, row, where, out, out_stride, counts)
+            if cutlass.const_expr(config.tagged):
+                arrival.accept(lists, wait, mine + slots, max_rows, row)
+            else:
+                choose.list_plain(lists, words, source_stride, row_stride, row)
+            choose.select(lists, cutlass.const_expr(config.tagged))
+            if n < k:
+                saturated = choose.saturated(lists, usable, lens != Int64(0))
+        if saturated != Uint32(0):
+            if cutlass.const_expr(config.tagged):
+                local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+                address = logits + Int64(row) * pitch * Int64(2)
+                cute.arch.sync_threads()
+                rescue.second_round(
+                    lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
+                    seq2, row,
+                )  # fmt: skip
+            else:
+                choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
+            choose.clear(lists)
+            choose.select(lists, False)
+        if cutlass.const_expr(not swift) or saturated != Uint32(0):
+            output.compact(lists)
+            output.write_owned(lists, row, where, out, out_stride, counts)
         if positions != Int64(0):
+            cute.arch.sync_threads()
             output.write_positions(lists, row, positions, positions_stride)
         cute.arch.sync_threads()
         if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one

@@ -93,7 +93,6 @@ def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
     """The row's first K keys of at least `least`, as candidate words in `winners` and planes in `plane_words`."""
     threads = lists.config.threads
     thread = lists.thread
-    lane = thread & Int32(31)
     k = lists.k
     groups = (k + Int32(31)) >> Int32(5)
     cute.arch.sync_threads()  # everybody has read what is cleared now
@@ -104,20 +103,31 @@ def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
         ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
     cute.arch.sync_threads()
     vectors = (length + Int32(GROUP - 1)) >> Int32(3)
+    # Seldom do more than K keys reach the first round's threshold: then they are the list.
+    below = least - Uint32(least != Uint32(0))
+    reaching = collect(lists, logits, length, least, below, Int32(0), vectors)
+    if reaching > k:
+        make_long_list(lists, logits, length, least, vectors)
+
+
+@cute.jit
+def make_long_list(lists: Any, logits: Int64, length: Int32, least: Uint32, vectors: Int32) -> None:
+    """`make_list` where more than K keys are at least `least`."""
+    threads = lists.config.threads
+    thread = lists.thread
+    lane = thread & Int32(31)
+    k = lists.k
+    groups = (k + Int32(31)) >> Int32(5)
+    for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
+        ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
+    cute.arch.sync_threads()
     for group in cutlass.range(thread, vectors, threads, unroll=1):
         found = load_keys(logits, group, length, least)
         for part in cutlass.range_constexpr(GROUP):
             if found[part] != Uint32(0):
                 scan.histogram_add(lists.high, found[part] >> Uint32(5))
     cute.arch.sync_threads()
-    if thread < Int32(32):
-        digit, above, _equal = scan.warp_find_digit(lists.high, k, lane, 2048)
-        if lane == Int32(0):
-            ptx.store_shared(lists.note(FOUND_THRESHOLD), Uint32(digit))
-            ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above))
-    cute.arch.sync_threads()
-    digit = ptx.load_shared(lists.note(FOUND_THRESHOLD))
-    above = Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
+    digit, above, _same = choose.find_bin(lists, k)
     for group in cutlass.range(thread, vectors, threads, unroll=1):
         found = load_keys(logits, group, length, least)
         for part in cutlass.range_constexpr(GROUP):
@@ -138,8 +148,9 @@ def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
 @cute.jit
 def collect(
     lists: Any, logits: Int64, length: Int32, least: Uint32, threshold: Uint32, need: Int32, vectors: Int32
-) -> None:
-    """Keys above the threshold and the first `need` equal ones, in ascending index. Ends with a block barrier."""
+) -> Int32:
+    """Keys above the threshold and the first `need` equal ones, in ascending index, as far as the list has room; how
+    many are above it. Ends with a block barrier."""
     threads = lists.config.threads
     thread = lists.thread
     before_above = Int32(0)
@@ -166,12 +177,14 @@ def collect(
                 if kept > need:
                     kept = need
                 place = place_above + kept
-                put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
+                if place < lists.k:
+                    put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
             place_above = place_above + Int32(over)
             place_equal = place_equal + Int32(same)
         before_above = before_above + (total & Int32(0xFFFF))
         before_equal = before_equal + (total >> Int32(16))
     cute.arch.sync_threads()
+    return before_above
 
 
 @cute.jit

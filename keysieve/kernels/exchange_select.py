@@ -13,14 +13,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from keysieve.device import ptx, scan
+from keysieve.device import packed, ptx, scan
 from keysieve.kernels.exchange_config import TIES, MergeConfig, MergeMap
 from keysieve.kernels.sharding import local_length
+
+BINS = 2048
+"""Bins of the larger histogram: four a thread."""
 
 ID_MAX = (1 << 27) - 1
 """Global positions are below 2^26."""
 
 FOUND_THRESHOLD, FOUND_ABOVE, FOUND_EQUAL, FOUND_CUT, FOUND_TIES = range(5)
+FOUND_BIN = 8  # .. 10: what `find_bin` tells
 FOUND_ROW = 15
 """Words of `found`: threshold key, keys above it, keys equal to it, the largest id that is taken among those, ids
 listed so far; and, not cleared, the row that was drawn."""
@@ -54,6 +58,7 @@ class Lists:
         self.low = base + Uint32(places.low)
         self.found = base + Uint32(places.found)
         self.sums = base + Uint32(places.sums)
+        self.counts = base + Uint32(places.counts)
         self.rejected = base + Uint32(places.rejected)
         self.begins = base + Uint32(places.begins)
         self.bases = base + Uint32(places.bases)
@@ -86,6 +91,61 @@ def clear(lists: Any) -> None:
         ptx.store_shared(lists.rejected + Uint32(lists.thread) * Uint32(4), Uint32(0))
 
 
+@cute.jit
+def clear_high(lists: Any) -> None:
+    """Zero the larger histogram; a block barrier must follow."""
+    for index in cutlass.range(lists.thread, Int32(BINS // 4), lists.config.threads, unroll=1):
+        ptx.store_shared_v4(lists.high + Uint32(index) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+
+
+@cute.jit
+def find_bin(lists: Any, want: Int32) -> Any:
+    """(bin, keys in higher bins, keys in it) of the `want`-th largest key counted in `high`.
+
+    Bin 0 where there are fewer. Four bins a thread. Two block barriers, after which the histogram has been read.
+    """
+    lane = lists.thread & Int32(31)
+    warp = lists.thread >> Int32(5)
+    warps = lists.config.threads // 32
+    lowest = Uint32(BINS - 4) - Uint32(lists.thread) * Uint32(4)
+    counts = [Uint32(0) for _ in range(4)]
+    counts[0], counts[1], counts[2], counts[3] = ptx.load_shared_v4(lists.high + lowest * Uint32(4))
+    mine = Int32(counts[0] + counts[1] + counts[2] + counts[3])
+    upto = packed.warp_prefix(mine)
+    if lane == Int32(31):
+        ptx.store_shared(lists.sums + Uint32(warp) * Uint32(4), Uint32(upto))
+    cute.arch.sync_threads()
+    of_warp = Int32(0)
+    if lane < Int32(warps):
+        of_warp = Int32(ptx.load_shared(lists.sums + Uint32(lane) * Uint32(4)))
+    reach = Int32(cute.arch.shuffle_sync(packed.warp_prefix(of_warp) - of_warp, warp)) + upto
+    if reach >= want and reach - mine < want:
+        above = reach - mine
+        digit = lowest
+        equal = counts[0]
+        found = Boolean(False)
+        for part in cutlass.range_constexpr(4):
+            count = Int32(counts[3 - part])
+            if not found:
+                if above + count >= want:
+                    found = Boolean(True)
+                    digit = lowest + Uint32(3 - part)
+                    equal = Uint32(count)
+                else:
+                    above = above + count
+        ptx.store_shared(lists.note(FOUND_BIN), digit)
+        ptx.store_shared(lists.note(FOUND_BIN + 1), Uint32(above))
+        ptx.store_shared(lists.note(FOUND_BIN + 2), equal)
+    if lowest == Uint32(0) and reach < want:
+        ptx.store_shared(lists.note(FOUND_BIN), Uint32(0))
+        ptx.store_shared(lists.note(FOUND_BIN + 1), Uint32(reach) - counts[0])
+        ptx.store_shared(lists.note(FOUND_BIN + 2), counts[0])
+    cute.arch.sync_threads()
+    digit = ptx.load_shared(lists.note(FOUND_BIN))
+    above = Int32(ptx.load_shared(lists.note(FOUND_BIN + 1)))
+    return digit, above, Int32(ptx.load_shared(lists.note(FOUND_BIN + 2)))
+
+
 # ------------------------------------------------------------------------------------------------- where lists lie
 
 
@@ -96,6 +156,13 @@ def describe(lists: Any, source: Int32, address: Int64, step: Int32, entries: In
     ptx.store_shared(place, Uint32(address & Int64(0xFFFFFFFF)))
     ptx.store_shared(place + Uint32(4), Uint32((address >> Int64(32)) & Int64(0xFFFFFFFF)))
     ptx.store_shared(lists.steps + Uint32(source) * Uint32(4), Uint32(step) | (Uint32(entries) << Uint32(8)))
+
+
+@cute.jit
+def hold_all(lists: Any) -> None:
+    """All first lists are held in shared memory; a block barrier must follow."""
+    if lists.thread < lists.world:
+        describe(lists, lists.thread, Int64(0), Int32(8), lists.n)
 
 
 @cute.jit
@@ -174,6 +241,12 @@ def id_of(lists: Any, source: Int32, index: Int32, word: Uint32) -> Uint32:
         bits = read_word(lists, source, entries + plane * groups + (index >> Int32(5)))
         bit = (bits >> (Uint32(index) & Uint32(31))) & Uint32(1)
         local = local | (bit << (Uint32(16) + Uint32(plane)))
+    return global_position(lists, source, local)
+
+
+@cute.jit
+def global_position(lists: Any, source: Int32, local: Uint32) -> Uint32:
+    """Global position of local index `local` of a source."""
     position = local
     if lists.world > Int32(1):
         interleave = Uint32(lists.interleave)
@@ -216,14 +289,7 @@ def select(lists: Any, counted: cutlass.Constexpr[bool]) -> None:
                 scan.histogram_add(lists.high, word >> Uint32(21))
     cute.arch.sync_threads()
     lane = lists.thread & Int32(31)
-    if lists.thread < Int32(32):
-        digit, above, _equal = scan.warp_find_digit(lists.high, lists.k, lane, 2048)
-        if lane == Int32(0):
-            ptx.store_shared(lists.note(FOUND_THRESHOLD), Uint32(digit))
-            ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above))
-    cute.arch.sync_threads()
-    digit = ptx.load_shared(lists.note(FOUND_THRESHOLD))
-    above = Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
+    digit, above, _same = find_bin(lists, lists.k)
     for flat in cutlass.range(lists.thread, total, threads, unroll=1):
         source = flat // span
         word = read_entry(lists, source, flat - source * span)
