@@ -41,6 +41,8 @@ class Merge:
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
         self.map = MergeMap.of(config)
+        # Stated where words are held in registers: left alone the assembler takes 64 for two blocks, and spills.
+        self.resident = 1 if config.rounds else 0
 
     @cute.jit
     def __call__(
@@ -117,7 +119,7 @@ class Merge:
             smem=self.config.shared_bytes,
             stream=stream,
             use_pdl=overlap,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.resident,
         )  # fmt: skip
 
     @cute.kernel

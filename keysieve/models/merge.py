@@ -122,8 +122,8 @@ def chosen(lists: Lists, k: int, length: int, *, latency: bool, few: int = FEW) 
 def saturated(lists: Lists, taken: NDArray[np.bool_], local_lens: Numbers, k: int) -> NDArray[np.bool_]:
     """Which sources' lists are full, shorter than their keys, and taken whole."""
     n = lists.keys.shape[1]
-    full: NDArray[np.bool_] = (taken.sum(1) == n) & (local_lens > n)
-    return full & (n < k)
+    asked: NDArray[np.bool_] = (taken.sum(1) == n) & (local_lens > n) & np.bool_(n < k)
+    return asked
 
 
 def second_list(keys: Numbers, k: int, least: int) -> Numbers:
