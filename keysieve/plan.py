@@ -159,14 +159,19 @@ def _plan_compact(problem: Problem) -> Plan:
 
 
 def _plan_pitched(problem: Problem) -> Plan:
-    """DCP on a GPU: one pitched row per query row, and this rank's candidate rows."""
+    """DCP on a GPU: one pitched row per query row; by all-gather (N = K) everybody's candidate rows and signatures.
+
+    What an exchange keeps is its own and shared by indexers: `Exchange.workspace_bytes`.
+    """
     assert problem.sharding is not None
     local = problem.sharding.max_local_len(problem.max_context)
     pitch, planes = pitch_of(local), index_planes(local)
     words = candidate_words(problem.sharding.topn, planes)
     elements = problem.max_rows * pitch
-    parts = (("logits", 2 * elements), ("candidates", 4 * problem.max_rows * words), ("flags", 256))
-    return Plan(problem, "pitched", elements, 0, pitch, planes, words, parts)
+    parts = [("logits", 2 * elements), ("lengths", 12 * problem.max_rows), ("flags", 256)]
+    if problem.sharding.topn == problem.spec.topk:
+        parts.append(("candidates", 4 * problem.max_rows * (words + 2) * (problem.sharding.world + 1)))
+    return Plan(problem, "pitched", elements, 0, pitch, planes, words, tuple(parts))
 
 
 def _plan_cpu(problem: Problem) -> Plan:

@@ -92,6 +92,11 @@ class Exchange(ContextParallel):
         return f"pushed into every rank's slots ({where})"
 
     @property
+    def workspace_bytes(self) -> int:
+        """Bytes on this rank's device that indexers built so far share: slots, second lists, flags, epochs."""
+        return sum(layout.block_bytes + layout.private_bytes for layout in self._memories)
+
+    @property
     def gathers(self) -> Gather | None:
         """The all-gather path, where it is taken."""
         return self._gather

@@ -134,6 +134,7 @@ def test_virtual_ranks_share_limits_and_widen_them() -> None:
     assert before is not None
     ranks[0].bind(SPEC, max_rows=1, max_context=64, device="cpu")
     assert ranks[0].memory is before, "smaller limits fit in what is there"
+    assert ranks[0].workspace_bytes == before.block.numel() + before.layout.private_bytes
     ranks[0].bind(SPEC, max_rows=9, max_context=64, device="cpu")
     after = ranks[0].memory
     assert after is not None
