@@ -14,6 +14,7 @@ What differs, all of it deliberate:
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NoReturn
 
 import torch
 
@@ -23,6 +24,13 @@ from keysieve.checks import describe, refuse
 from keysieve.spec import FORMATS, HEAD_DIM, PAGE, IndexerSpec
 
 __all__ = ["fp8_fp4_paged_mqa_logits", "fp8_paged_mqa_logits", "get_num_sms", "get_paged_mqa_logits_metadata"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"keysieve.compat.deep_gemm has no {name!r}, only {', '.join(__all__)}: import deep_gemm too "
+        "(prefill's logits stay with it)"
+    )
 
 
 @lru_cache(maxsize=64)

@@ -12,13 +12,30 @@ What differs, all of it deliberate:
 
 from __future__ import annotations
 
+from enum import IntEnum
+from typing import NoReturn
+
 import torch
 
 from keysieve.api import topk
 from keysieve.checks import describe, refuse
 from keysieve.inputs import check_apart, check_output
 
-__all__ = ["top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
+__all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
+
+
+class TopKTieBreak(IntEnum):
+    """Values of ``tie_break``; keysieve's ties always go to the smaller index."""
+
+    NONE = 0
+    SMALL = 1
+    LARGE = 2
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"keysieve.compat.flashinfer has no {name!r}, only {', '.join(__all__)}: import flashinfer too"
+    )
 
 
 def top_k_page_table_transform(

@@ -12,13 +12,17 @@ ascending, with ties to the lower position: the same on every tensor-parallel ra
 Every function is also usable alone: :func:`paged_logits`, :class:`Topk`. An engine that can give up its logits should
 call :class:`keysieve.DecodeIndexer` instead, which does both in one call.
 
-Read against vLLM 0.33.0. Refused: requests picked by ``indices``, decode context parallelism and two-level candidate
-blocks, which need other logits than these.
+Under decode context parallelism vLLM gathers every rank's candidates; the patch does the same and merges them exactly
+(:func:`merge_dcp`).
+
+Read against vLLM 0.33.0. Refused: requests picked by ``indices`` and two-level candidate blocks, which need other
+logits than these.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +30,8 @@ import torch
 from keysieve.api import topk
 from keysieve.checks import KeysieveError, refuse
 from keysieve.compat import deep_gemm
+from keysieve.reference.dcp_maps import global_positions
+from keysieve.reference.keys import canonicalize_
 
 MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
 _originals: dict[str, Any] = {}
@@ -118,10 +124,76 @@ class Topk:
         topk(logits, row_lengths(seq_lens, next_n, rows), topk_tokens, out=topk_indices[:rows, :topk_tokens])
 
 
-def _keep(logits: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
-    """In place of the widening to float32: BF16 logits are what the top-k takes."""
-    del row_ends
+def merge_dcp(
+    gather: Callable[..., torch.Tensor],
+    logits: torch.Tensor,
+    topk_indices: torch.Tensor,
+    topk_tokens: int,
+    rank: int,
+    world: int,
+    interleave: int,
+) -> None:
+    """Overwrite this rank's best local positions by the exact global top-k of all ranks, the same on each of them.
+
+    Every rank offers its ``topk_tokens`` best with their key16, so one all-gather is enough; what is gathered is
+    ordered by (score, then global position). Plain torch operations: they work in a CUDA graph wherever `gather` does.
+
+    Args:
+        gather: all-gather of an int64 ``[rows, topk_tokens]`` along ``dim=1``, in rank order.
+        logits: bfloat16 ``[rows, width]`` over this rank's keys.
+        topk_indices: int32 ``[rows, topk_tokens]``: positions among this rank's keys, -1 past them; afterwards global
+            positions, ascending, -1 past them.
+        interleave: consecutive positions on one rank.
+    """
+    local = topk_indices.long()
+    offered = local >= 0
+    # By arithmetic, not by the reference's table, whose copy to a device cannot be captured.
+    bits = canonicalize_(logits.gather(1, local.clamp_min(0))).view(torch.int16).long() & 0xFFFF
+    scores = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits ^ 0x8000)
+    order = (0xFFFF - scores) << 32 | global_positions(local, world, rank, interleave)  # the lower, the better
+    nothing = 1 << 62
+    everyone = gather(torch.where(offered, order, nothing), dim=1)
+    best = everyone.sort(dim=1).values[:, :topk_tokens]
+    found = torch.where(best < nothing, best & 0xFFFFFFFF, nothing).sort(dim=1).values
+    topk_indices.copy_(torch.where(found < nothing, found, -1))
+
+
+def _ours(logits: torch.Tensor) -> bool:
+    """Whether :func:`paged_logits` made them under the patch: prefill's logits stay vLLM's whatever their dtype."""
+    return bool(getattr(logits, "keysieve_logits", False))
+
+
+def _decode_logits(*args: Any, **kwargs: Any) -> torch.Tensor:
+    logits = paged_logits(*args, **kwargs)
+    logits.keysieve_logits = True  # type: ignore[attr-defined]  # a note for the functions below
     return logits
+
+
+def _widen(original: Any) -> Any:
+    def as_fp32_logits(logits: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+        widened: torch.Tensor = logits if _ours(logits) else original(logits, row_ends)
+        return widened
+
+    return as_fp32_logits
+
+
+def _merge(original: Any, module: Any) -> Any:
+    def merge(
+        logits: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_tokens: int,
+        dcp_rank: int,
+        dcp_world_size: int,
+        cp_interleave: int,
+        row_starts: torch.Tensor | None = None,
+    ) -> None:
+        if not _ours(logits):
+            original(logits, topk_indices, topk_tokens, dcp_rank, dcp_world_size, cp_interleave, row_starts)
+        elif dcp_world_size > 1:
+            gather = module.get_dcp_group().all_gather
+            merge_dcp(gather, logits, topk_indices, topk_tokens, dcp_rank, dcp_world_size, cp_interleave)
+
+    return merge
 
 
 def _unsupported(what: str) -> Any:
@@ -145,11 +217,11 @@ def patch() -> None:
         return
     module = importlib.import_module(MODULE)
     chosen = Topk()
-    new = {
-        "fp8_fp4_paged_mqa_logits": paged_logits,
-        "as_fp32_logits": _keep,
+    new: dict[str, Any] = {
+        "fp8_fp4_paged_mqa_logits": _decode_logits,
+        "as_fp32_logits": None,
         "get_indexer_topk": lambda backend: chosen,  # noqa: ARG005  # vLLM's own choice of a backend is not asked
-        "_merge_dcp_topk_global": _unsupported("vLLM's decode context parallelism"),
+        "_merge_dcp_topk_global": None,
         "_select_candidate_blocks": _unsupported("vLLM's candidate blocks"),
         "_apply_candidate_mask": _unsupported("vLLM's candidate blocks"),
     }
@@ -161,6 +233,8 @@ def patch() -> None:
             accepted="one whose sparse_attn_indexer has them (0.33)",
             remedy="Call paged_logits and Topk of this module where that version computes logits and selects.",
         )
+    new["as_fp32_logits"] = _widen(module.as_fp32_logits)
+    new["_merge_dcp_topk_global"] = _merge(module._merge_dcp_topk_global, module)
     for name, function in new.items():
         _originals[name] = getattr(module, name)
         setattr(module, name, function)
@@ -176,4 +250,4 @@ def unpatch() -> None:
     _originals.clear()
 
 
-__all__ = ["Topk", "paged_logits", "patch", "row_lengths", "unpatch"]
+__all__ = ["Topk", "merge_dcp", "paged_logits", "patch", "row_lengths", "unpatch"]

@@ -36,6 +36,14 @@ def test_signatures_are_the_originals(function: Any) -> None:
     assert names == SIGNATURES[function].split()
 
 
+def test_what_is_not_here_is_told() -> None:
+    with pytest.raises(AttributeError, match=r"fp8_mqa_logits.*import deep_gemm too"):
+        _ = deep_gemm.fp8_mqa_logits
+    with pytest.raises(AttributeError, match=r"sampling.*import flashinfer too"):
+        _ = flashinfer.sampling
+    assert [int(t) for t in flashinfer.TopKTieBreak] == [0, 1, 2]
+
+
 def winners(row: torch.Tensor, length: int, k: int) -> list[int]:
     """By value, then by position; no NaN in these rows."""
     order = sorted(range(length), key=lambda i: (-float(row[i]), i))

@@ -176,8 +176,67 @@ def test_the_real_torch_backend_agrees_on_the_same_logits(vllm: list[ModuleType]
 
 def test_what_is_not_served_is_refused_by_the_patch(vllm: list[ModuleType]) -> None:
     ks_vllm.patch()
-    with pytest.raises(KeysieveError, match="context parallelism"):
-        vllm[0]._merge_dcp_topk_global(None, None, 64, 0, 2, 1)
+    with pytest.raises(KeysieveError, match="candidate blocks"):
+        vllm[0]._select_candidate_blocks(None)
+
+
+def test_prefill_logits_are_still_widened_by_vllm(vllm: list[ModuleType]) -> None:
+    """BF16 logits that are not keysieve's (prefill on Blackwell) go to vLLM's own functions."""
+    calls: list[str] = []
+    vllm[0].as_fp32_logits = lambda *_: calls.append("widen") or torch.zeros(1)
+    vllm[0]._merge_dcp_topk_global = lambda *_: calls.append("merge")
+    ks_vllm.patch()
+    foreign_logits = torch.zeros(1, 9).bfloat16()
+    assert vllm[0].as_fp32_logits(foreign_logits, torch.tensor([9])).dtype == torch.float32
+    vllm[0]._merge_dcp_topk_global(foreign_logits, torch.zeros(1, 2).int(), 2, 0, 2, 1)
+    assert calls == ["widen", "merge"]
+
+
+class Ranks:
+    """An all-gather between ranks that run one after another: a first round collects, a second one has everything."""
+
+    def __init__(self) -> None:
+        self.offers: list[torch.Tensor] = []
+        self.collecting = True
+
+    def all_gather(self, offer: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.collecting:
+            self.offers.append(offer)
+            return offer
+        return torch.cat(self.offers, dim)
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 16), (4, 64)])
+@pytest.mark.parametrize("patched", [False, True], ids=["alone", "in the module"])
+def test_context_parallel_candidates_merge_exactly(
+    request: pytest.FixtureRequest, patched: bool, world: int, interleave: int
+) -> None:
+    """All ranks end with the positions that one rank selects on the whole rows: ties, NaN, infinities, short rows."""
+    torch.manual_seed(world)
+    lengths, k = [500, 3, 0, 130], 32
+    rows = (torch.randn(4, 500) * 2).round().bfloat16()
+    rows[0, ::7], rows[0, 5], rows[3, :110] = float("nan"), float("inf"), float("-inf")
+    rows[3, 1::2] = -0.0
+    wanted = ks.topk(rows, torch.tensor(lengths, dtype=torch.int32), k)[0]
+    module = request.getfixturevalue("vllm")[0] if patched else None
+    group = Ranks()
+    if module is not None:
+        ks_vllm.patch()
+        module.get_dcp_group = lambda: group
+    for group.collecting in (True, False):
+        for rank in range(world):
+            mine = torch.tensor([p for p in range(500) if p // interleave % world == rank])
+            logits = rows[:, mine].contiguous()
+            local = torch.tensor([int((mine < n).sum()) for n in lengths], dtype=torch.int32)
+            found = torch.full((4, k), 7, dtype=torch.int32)
+            ks_vllm.Topk()(logits, local[:, None], 1, found, k, 500)
+            if module is not None:
+                logits.keysieve_logits = True  # type: ignore[attr-defined]
+                module._merge_dcp_topk_global(logits, found, k, rank, world, interleave)
+            else:
+                ks_vllm.merge_dcp(group.all_gather, logits, found, k, rank, world, interleave)
+            if not group.collecting:
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_unpatch_gives_everything_back(vllm: list[ModuleType]) -> None:
