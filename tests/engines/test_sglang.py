@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_vllm import Batch
 
+import keysieve as ks
 import keysieve.integrations.sglang as ks_sglang
 from keysieve.checks import KeysieveError
 
@@ -38,6 +39,36 @@ def test_alone() -> None:
     torch.testing.assert_close(ks_sglang.positions(logits, lengths, 64), wanted, rtol=0, atol=0)
     got = ks_sglang.topk_paged(logits, lengths, 64, batch.table[:4])
     torch.testing.assert_close(got, slots(batch, wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_context_parallel_conventions(world: int) -> None:
+    """docs/sglang.md: a replicated index cache, interleave 1, this rank's rows through the same page table.
+
+    Each rank's rows are what SGLang makes of the global slots: those with slot % W == rank, as slot // W.
+    """
+    batch = Batch([700, 2, 130, 64, 0], 1)
+    table, lens = batch.table[:5], batch.lens.reshape(-1)
+    whole = slots(batch, batch.expected(64))
+    arguments = (batch.spec, batch.query, batch.cache, batch.weights[:5], lens, table)
+    logits = ks.score(*arguments, max_len=704)
+    offers, local = [], []
+    for rank in range(world):
+        local.append(ks.local_seq_lens(lens, world, rank, 1))
+        offers.append(ks.local_topk(logits[:, rank::world].contiguous(), local[rank], 64)[0])
+    for rank in range(world):
+        merged = ks.merge(
+            torch.stack(offers),
+            64,
+            rank=rank,
+            interleave=1,
+            kv_table=table,
+            kv_page=64 // world,
+            block_rows=64 // world,
+        )
+        for row in range(5):
+            mine = [int(s) // world for s in whole[row] if s >= 0 and s % world == rank]
+            assert merged.rows[row].tolist() == mine + [-1] * (64 - len(mine))
 
 
 # ----------------------------------------------------------------------------------------------- the wheel's functions
