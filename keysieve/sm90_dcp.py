@@ -129,7 +129,6 @@ class Sm90DcpRunner(StreamWorkspace):
             "flags": self._flags.word,
             "site": numbered,
             "chained": self._shard is None,
-            "settled": True,  # the scorer is no programmatic dependent: lengths were complete when it started
         }
         if memory is not None:
             place_of: dict[str, Any] = {

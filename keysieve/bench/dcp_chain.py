@@ -81,13 +81,13 @@ class Chain:
     def offer(self, x: Inputs) -> None:
         """Score and local top-N, the words kept here: what the exchange comes on top of."""
         self.score(x)
-        self.top.push(self.logits, self.lens, words=self.words, chained=True, settled=True, **self.shard)
+        self.top.push(self.logits, self.lens, words=self.words, chained=True, **self.shard)
 
     def push(self, release: bool = True, chained: bool = True) -> None:
         """Local top-N, the words pushed to all ranks."""
         m = self.memory
         place = {"peers": m.peers, "slots": m.layout.slots, "max_rows": m.layout.shape.max_rows, "epoch": m.epoch}
-        self.top.push(self.logits, self.lens, **place, release=release, chained=chained, settled=True, **self.shard)
+        self.top.push(self.logits, self.lens, **place, release=release, chained=chained, **self.shard)
 
     def merge(self, chained: bool = True, positions: bool = False) -> None:
         """Wait for all words, merge."""
