@@ -1,4 +1,8 @@
-"""Kind M: imports, architecture gates, and refusals that name what cannot be served."""
+"""Kind M: imports, architecture gates, and refusals that name what cannot be served.
+
+The rest of the kind lies beside what it is about: M1, M2 tests/compile/test_kernel_cache.py; M3, M4
+tests/contract/test_host_variants.py; M6, M7 tests/compile/test_toolchain.py; M11 tests/compile/test_cli_compile.py.
+"""
 
 from __future__ import annotations
 
