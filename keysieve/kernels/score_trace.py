@@ -35,7 +35,7 @@ def mark(kernel: cutlass.Constexpr[Any], shared: Any, number: cutlass.Constexpr[
 
 
 @cute.jit
-def mark_first(kernel: cutlass.Constexpr[Any], shared: Any, number: cutlass.Constexpr[int], lane: Any) -> None:
+def mark_first(kernel: cutlass.Constexpr[Any], shared: Any, number: cutlass.Constexpr[int]) -> None:
     """`mark` that keeps what is there: the trace must have been zeroed. By a whole warp."""
     if cutlass.const_expr(traced(kernel)):
         block, _, _ = cute.arch.block_idx()
@@ -48,10 +48,8 @@ TICKS = 1 << 16
 
 
 @cute.jit
-def tick(
-    kernel: cutlass.Constexpr[Any], shared: Any, number: cutlass.Constexpr[int], tile: Any, group: Any
-) -> None:
-    """Stamp step `number` (0 products start, 1 first done, 2 last done, 3 stored) of a tile of the first four blocks."""
+def tick(kernel: cutlass.Constexpr[Any], shared: Any, number: cutlass.Constexpr[int], tile: Any, group: Any) -> None:
+    """Stamp step `number` (0 products start, 1 first done, 2 last done, 3 stored) of a tile of blocks 0 to 3."""
     if cutlass.const_expr(traced(kernel)):
         block, _, _ = cute.arch.block_idx()
         if block < Int32(4):

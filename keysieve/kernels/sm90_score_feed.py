@@ -244,7 +244,7 @@ def stream_keys(
             current = owner
             sync.wait_barrier(shared.key_empty + stage, phase)
             send_tile(kernel, shared, key_copy, source, target, code, index, owner, tile, sequence, stage, lane, policy)
-            score_trace.mark_first(kernel, shared, score_trace.COPYING, lane)
+            score_trace.mark_first(kernel, shared, score_trace.COPYING)
             stage = stage + Int32(1)
             if stage == Int32(shape.stages):
                 stage = Int32(0)

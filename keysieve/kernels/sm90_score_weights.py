@@ -18,7 +18,7 @@ def halve_weights(
     lane: Int32,
     factor: cutlass.Constexpr[float] = 0.5,
 ) -> None:
-    """Write half (`factor`) of each weight (the ReLU is computed doubled) in the order that a consumer thread reads four.
+    """Write half (`factor`) of each weight (the ReLU is computed doubled) as a consumer thread reads four.
 
     Word `16 * pair + 4 * quad + 2 * odd + v` holds column `8 * (2 * pair + odd) + 2 * quad + v`: the accumulator
     columns of lane quad position `quad` in two neighbouring blocks of eight. Padding words are zero.
