@@ -31,6 +31,10 @@ QUERY_ROW = 2 * HEAD_DIM
 assert PAGE_SLOT % 128 == 0
 
 
+MOST_COLUMNS = 192
+"""Widest product, heads x next_n, that is offered: wider ones spill registers as they are cut here."""
+
+
 def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     """Where everything lies. Queries first: their swizzle wants 1,024-byte alignment."""
     query_bytes = config.columns * QUERY_ROW
@@ -65,10 +69,9 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`. A chunk is at most 64 columns, beside two pages of widened keys."""
-    if config.columns <= 256:
-        shape = ScoreShape(groups=3, stages=15, query_stages=2, chunk_columns=64, registers=(32, 160))
-    else:
-        shape = ScoreShape(groups=2, stages=14, query_stages=1, chunk_columns=64, registers=(40, 232))
+    # Chunks of two widths have accumulators each, and many chunks keep much at hand: one product in flight then.
+    ahead = 2 if config.columns <= 64 or config.columns == 128 else 1
+    shape = ScoreShape(groups=3, stages=15, query_stages=2, chunk_columns=64, registers=(32, 160), ahead=ahead)
     while smem_map(config, shape).total > MAX_BLOCK_SHARED:
         shape = replace(shape, stages=shape.stages - shape.groups)
     return shape
@@ -84,6 +87,7 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
         for next_n in range(1, MAX_NEXT_N + 1)
         for layout in LAYOUTS
         for weights in WEIGHTS
+        if heads * next_n <= MOST_COLUMNS
     )
 
 
