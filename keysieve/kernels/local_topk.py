@@ -27,6 +27,8 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from keysieve.device import keys, packed, ptx
+from keysieve.kernels import local_topk_listed as listed
+from keysieve.kernels import local_topk_long as long
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
 from keysieve.kernels.local_topk_config import LocalMap, LocalTopkConfig
@@ -210,11 +212,11 @@ class LocalTopk:
     @cute.jit
     def find_long(self, handle: Any, n: Int32) -> None:
         """The words of a row of more keys than the registers hold, from vectors that hold all of its N best."""
-        steps.fill_maxima(handle)
+        long.fill_maxima(handle)
         steps.mark(handle, 2)
-        count = steps.list_vectors(handle, n)
+        count = long.list_vectors(handle, n)
         steps.mark(handle, 3)
-        words, vectors, rounds = steps.load_listed(handle, count)
+        words, vectors, rounds = long.load_listed(handle, count)
         steps.mark(handle, 4)
         steps.place_held(handle, words, vectors, rounds, n)
 
@@ -224,28 +226,28 @@ class LocalTopk:
         words = steps.load_batch(handle, Int32(0))
         bound = Uint32(1)
         if handle.vectors > n + (n >> Int32(3)):
-            bound = steps.find_bound(handle, words, n)
+            bound = listed.find_bound(handle, words, n)
         steps.mark(handle, 2)
-        listed = Int32(self.config.listed + 1)
+        reaching = Int32(self.config.listed + 1)
         if bound != Uint32(1) or handle.length <= Int32(self.config.listed):
-            listed = steps.list_reaching(handle, words, bound)
+            reaching = listed.list_reaching(handle, words, bound)
         steps.mark(handle, 3)
         threshold = Uint32(0)
         need = Int32(0)
         count = n
-        fits = listed <= Int32(self.config.listed)
+        fits = reaching <= Int32(self.config.listed)
         if not fits:
-            threshold, need = steps.find_threshold(handle, [], n, bound, True)
-            steps.list_chosen(handle, threshold, need)
+            threshold, need = listed.find_threshold(handle, [], n, bound, True)
+            listed.list_chosen(handle, threshold, need)
             threshold = Uint32(0)
             need = Int32(0)
         else:
-            count = listed
-        entries, rounds, start = steps.load_entries(handle, count)
+            count = reaching
+        entries, rounds, start = listed.load_entries(handle, count)
         if fits:
-            threshold, need = steps.find_threshold(handle, entries, n, bound, False)
+            threshold, need = listed.find_threshold(handle, entries, n, bound, False)
         steps.mark(handle, 4)
-        steps.place_entries(handle, entries, rounds, start, threshold, need)
+        listed.place_entries(handle, entries, rounds, start, threshold, need)
 
     @cute.jit
     def take_all(self, handle: Any, n: Int32) -> None:
