@@ -150,6 +150,7 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
             left.plot([2], [found.measured[2, rows]], "s", color=drawn[0].get_color(), ms=9, mfc="none")
     left.axhline(8.0, color="grey", lw=0.8)
     left.set(xscale="log", xticks=WORLDS, xticklabels=WORLDS, xlabel="ranks W", ylabel="us added by exchange + merge")
+    left.minorticks_off()
     left.set_title("expected (dashed, from W = 2 and one device); squares: measured", fontsize=9)
     left.legend(fontsize=8)
     steps: dict[str, dict[int, float]] = {}
@@ -158,15 +159,14 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
             steps.setdefault(line["case"], {})[line["world"]] = line["us"]
     for name, times in steps.items():
         if {1, 2} <= set(times):
-            rows = int(name.partition("x")[0])
-            curve = [times[1], times[2], *(scaled(times, found, w, rows) for w in (4, 8))]
-            right.plot(
-                (1, 2, 4, 8), [curve[0] / (w * c) for w, c in zip((1, 2, 4, 8), curve, strict=True)], "o--", label=name
-            )
+            more = {w: scaled(times, found, w, int(name.partition("x")[0])) for w in (4, 8)}
+            curve = {1: times[1], 2: times[2], **{w: us for w, us in more.items() if us is not None}}
+            right.plot(list(curve), [times[1] / (w * us) for w, us in curve.items()], "o--", label=name)
     right.set(
         xscale="log", xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8), xlabel="ranks W", ylabel="scaling efficiency"
     )
     right.set_ylim(0, 1.05)
+    right.minorticks_off()
     right.set_title("whole step: W = 1, 2 measured; 4, 8 expected", fontsize=9)
     right.legend(fontsize=8)
     figure.tight_layout()
@@ -175,13 +175,12 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def scaled(times: dict[int, float], found: Model, world: int, rows: int) -> float:
+def scaled(times: dict[int, float], found: Model, world: int, rows: int) -> float | None:
     """A whole step on W ranks, from those on 1 and 2: what W = 2 does not spend on the exchange is taken to consist of
-    a fixed part and one that W divides, the latter from the difference of the two."""
-    alone, pair = times[1], times[2] - found.added(2, rows)
-    divided = 2 * (alone - pair)
-    fixed = alone - divided
-    return fixed + divided / world + found.added(world, rows)
+    a fixed part and one that W divides, the latter from the difference of the two. None if two ranks gain nothing: then
+    nothing follows for more."""
+    divided = 2 * (times[1] - (times[2] - found.added(2, rows)))
+    return None if divided <= 0 else times[1] - divided + divided / world + found.added(world, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
