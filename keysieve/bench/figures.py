@@ -38,34 +38,40 @@ def readme_block(measured: Measurements) -> str:
     """The Markdown between README's two markers."""
     scores, steps = usual(measured, "score"), usual(measured, "step")
     selects = usual(measured, "select", entry="select", kind="gaussian")
-    rows = [
-        "| requests x keys | score | DeepGEMM + metadata | select | cudnn, deterministic | FlashInfer, deterministic "
-        "| whole step | DeepGEMM + metadata + FlashInfer | limit |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "requests x keys",
+        "score",
+        "DeepGEMM + metadata",
+        "select",
+        "cudnn, deterministic",
+        "FlashInfer, deterministic",
+        "whole step",
+        "DeepGEMM + metadata + FlashInfer",
+        "limit",
+    )
+    rows: list[tuple[str, ...]] = []
     used: list[Line] = []
     for case in CASES:
-        lines = [scores.get(case), selects.get(case), steps.get(case)]
-        used += [line for line in lines if line is not None]
-        score, select, step = ((line or {}) for line in lines)
+        three = [scores.get(case), selects.get(case), steps.get(case)]
+        used += [line for line in three if line is not None]
+        score, select, step = ((line or {}) for line in three)
         rows.append(
-            "| "
-            + " | ".join(
-                (
-                    case.replace("x", " x "),
-                    _us(score.get("us")),
-                    _pair(score, "deep_gemm_logits", "deep_gemm_metadata"),
-                    _us(select.get("us")),
-                    _us(_peer(select, "cudnn_frontend_deterministic_positions")),
-                    _us(_peer(select, "flashinfer_deterministic")),
-                    _us(step.get("us")),
-                    _us(_peer(step, DETERMINISTIC)),
-                    _us(step.get("limit_us")),
-                )
+            (
+                case.replace("x", " x "),
+                _us(score.get("us")),
+                _pair(score, "deep_gemm_logits", "deep_gemm_metadata"),
+                _us(select.get("us")),
+                _us(_peer(select, "cudnn_frontend_deterministic_positions")),
+                _us(_peer(select, "flashinfer_deterministic")),
+                _us(step.get("us")),
+                _us(_peer(step, DETERMINISTIC)),
+                _us(step.get("limit_us")),
             )
-            + " |"
         )
-    return "\n".join([*rows, "", origin(used)])
+    measured_ones = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    table = [columns, ("---",) * len(columns), *rows]
+    lines = ["| " + " | ".join(row[i] for i in measured_ones) + " |" for row in table]
+    return "\n".join([*lines, "", origin(used)])
 
 
 def origin(lines: Sequence[Line]) -> str:
