@@ -45,9 +45,8 @@ class MergeMap:
     cleared: int  # bytes from 0 that are zeroed for every selection
     found: int  # u32 [16]: what one warp tells the others
     sums: int  # u32 [32]: a word a warp
-    counts: int  # u32 [32]: another
     rejected: int  # u32 [16]: per source, whether an entry of its list was rejected
-    begins: int  # u32 [17]: winners of lower sources
+    begins: int  # u32 [32]: winners of lower sources; in the latency form, earlier, a word a warp
     bases: int  # u64 [16]: address of each source's list
     steps: int  # u32 [16]: bytes from word to word of it
     ties: int  # u32 [512]: ids of equal keys
@@ -65,7 +64,6 @@ class MergeMap:
             ("low", 4 * 512),
             ("found", 64),
             ("sums", 128),
-            ("counts", 128),
             ("rejected", 64),
             ("begins", 128),
             ("bases", 128),
@@ -89,7 +87,8 @@ K_CLASSES: tuple[int, ...] = (2048, 4096)
 
 
 LATENCY = False
-"""Whether the latency form is chosen where a row's lists fit it: it has not run on a device yet."""
+"""Whether the latency form is chosen where a row's lists fit it. It has given the right bytes on an H200, but its times
+and ranks that share a device were not looked at (a block of it has an SM to itself): until then it is off."""
 
 ROUNDS: tuple[int, ...] = (4, 8)
 """Pairs a thread of the latency form, at most; it needs room for as many words as a block's threads hold."""

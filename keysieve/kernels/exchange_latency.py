@@ -421,7 +421,27 @@ def fill(lists: Any, row: Int32, out: Int64, out_stride: Int64) -> None:
 
 
 @cute.jit
-def note(lists: Any, threshold: Uint32) -> None:
-    """What a second round asks for."""
-    if lists.thread == Int32(0):
-        ptx.store_shared(lists.note(FOUND_THRESHOLD), threshold)
+def merge_row(share: Any, words: Any, length: Int32, known: Any, row: Int32, where: Any, target: Any) -> Uint32:
+    """Write the row from this thread's words, unless ranks are saturated: their mask, and the threshold is noted.
+
+    length: the row's global length, if it is `known`. The result is followed by a block barrier where it is not 0.
+    """
+    lists = share.lists
+    threshold, need, equal = find_threshold(share, words)
+    entries = look_up(share, words, where, row)
+    top = length
+    if not known:
+        top = Int32(ID_MAX)
+    cut = find_cut(share, words, threshold, need, equal, top)
+    chosen = mark(share, words, threshold, cut)
+    places = count_sources(share, chosen)
+    asked = Uint32(0)
+    if lists.n < lists.k:
+        asked = saturated(share, places[2], length, known)
+    if asked == Uint32(0):
+        write(share, words, entries, chosen, places, row, where, target)
+    else:
+        if lists.thread == Int32(0):
+            ptx.store_shared(lists.note(FOUND_THRESHOLD), threshold)
+        cute.arch.sync_threads()
+    return asked

@@ -105,9 +105,8 @@ class Merge:
         bytes of host memory; timeout_ns: the longest wait. ordered: 1 draws rows from the counter.
         """
         kind = "tagged" if self.config.tagged else "plain"
-        self.kernel.set_name_prefix(
-            f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}_r{self.config.rounds}"
-        )
+        form = f"_r{self.config.rounds}" if self.config.rounds else ""
+        self.kernel.set_name_prefix(f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}{form}")
         self.kernel(
             peers, slots, recv, arrived, max_rows, recv_pitch, rescued, epoch, seq2, ticket, words, second,
             source_stride, row_stride, second_source_stride, second_row_stride, logits, pitch, lens, rows, next_n,
@@ -184,15 +183,13 @@ class Merge:
         if lens != Int64(0):
             length = ptx.load(lens + Int64(row) * Int64(4), Int32)
         usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
-        where = (table, table_stride, next_n, page_log2, block_rows)
         if cutlass.const_expr(config.tagged):
             tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
             call = (Uint32(rows) << Uint32(16)) | Uint32(site)
             mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)
             wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
-        saturated = Uint32(0)
-        swift = cutlass.const_expr(config.rounds > 0)
-        if cutlass.const_expr(swift):
+        where = (table, table_stride, next_n, page_log2, block_rows)
+        if cutlass.const_expr(config.rounds > 0):
             choose.hold_all(lists)
             share = latency.Share(lists)
             if cutlass.const_expr(config.tagged):
@@ -202,21 +199,22 @@ class Merge:
             else:
                 entered = latency.take_plain(share, words, source_stride, row_stride, row)
                 latency.fill(lists, row, out, out_stride)
-            threshold, need, equal = latency.find_threshold(share, entered)
-            entries = latency.look_up(share, entered, where, row)
-            top = usable
-            if lens == Int64(0):
-                top = Int32(choose.ID_MAX)
-            cut = latency.find_cut(share, entered, threshold, need, equal, top)
-            chosen = latency.mark(share, entered, threshold, cut)
-            places = latency.count_sources(share, chosen)
-            if n < k:
-                saturated = latency.saturated(share, places[2], usable, lens != Int64(0))
-            if saturated == Uint32(0):
-                target = (out, out_stride, counts, positions)
-                latency.write(share, entered, entries, chosen, places, row, where, target)
-            else:
-                latency.note(lists, threshold)
+            target = (out, out_stride, counts, positions)
+            asked = latency.merge_row(share, entered, usable, lens != Int64(0), row, where, target)
+            if asked != Uint32(0):
+                if cutlass.const_expr(config.tagged):
+                    local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+                    address = logits + Int64(row) * pitch * Int64(2)
+                    rescue.second_round(
+                        lists, wait, asked, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
+                        seq2, row,
+                    )  # fmt: skip
+                else:
+                    choose.list_second(lists, asked, second, second_source_stride, second_row_stride, row)
+                choose.clear(lists)
+                choose.select(lists, False)
+                output.compact(lists)
+                output.write_owned(lists, row, where, out, out_stride, counts)
         else:
             if cutlass.const_expr(config.tagged):
                 arrival.accept(lists, wait, mine + slots, max_rows, row)
@@ -225,24 +223,23 @@ class Merge:
             choose.select(lists, cutlass.const_expr(config.tagged))
             if n < k:
                 saturated = choose.saturated(lists, usable, lens != Int64(0))
-        if saturated != Uint32(0):
-            if cutlass.const_expr(config.tagged):
-                local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
-                address = logits + Int64(row) * pitch * Int64(2)
-                cute.arch.sync_threads()
-                rescue.second_round(
-                    lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
-                    seq2, row,
-                )  # fmt: skip
-            else:
-                choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
-            choose.clear(lists)
-            choose.select(lists, False)
-        if cutlass.const_expr(not swift) or saturated != Uint32(0):
+                if saturated != Uint32(0):
+                    if cutlass.const_expr(config.tagged):
+                        local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
+                        address = logits + Int64(row) * pitch * Int64(2)
+                        rescue.second_round(
+                            lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
+                            seq2, row,
+                        )  # fmt: skip
+                    else:
+                        choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
+                    choose.clear(lists)
+                    choose.select(lists, False)
             output.compact(lists)
             output.write_owned(lists, row, where, out, out_stride, counts)
         if positions != Int64(0):
-            cute.arch.sync_threads()
+            if cutlass.const_expr(config.rounds > 0):
+                cute.arch.sync_threads()
             output.write_positions(lists, row, positions, positions_stride)
         cute.arch.sync_threads()
         if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one

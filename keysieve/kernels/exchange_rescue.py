@@ -103,31 +103,43 @@ def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
         ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
     cute.arch.sync_threads()
     vectors = (length + Int32(GROUP - 1)) >> Int32(3)
-    # Seldom do more than K keys reach the first round's threshold: then they are the list.
-    below = least - Uint32(least != Uint32(0))
-    reaching = collect(lists, logits, length, least, below, Int32(0), vectors)
-    if reaching > k:
+    if cutlass.const_expr(lists.config.rounds > 0):
+        # Seldom do more than K keys reach the first round's threshold: then they are the list.
+        below = least - Uint32(least != Uint32(0))
+        reaching = collect(lists, logits, length, least, below, Int32(0), vectors)
+        if reaching > k:
+            for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
+                ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
+            cute.arch.sync_threads()
+            make_long_list(lists, logits, length, least, vectors)
+    else:
         make_long_list(lists, logits, length, least, vectors)
 
 
 @cute.jit
 def make_long_list(lists: Any, logits: Int64, length: Int32, least: Uint32, vectors: Int32) -> None:
-    """`make_list` where more than K keys are at least `least`."""
+    """`make_list` for any number of keys of at least `least`."""
     threads = lists.config.threads
     thread = lists.thread
     lane = thread & Int32(31)
     k = lists.k
-    groups = (k + Int32(31)) >> Int32(5)
-    for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
-        ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
-    cute.arch.sync_threads()
     for group in cutlass.range(thread, vectors, threads, unroll=1):
         found = load_keys(logits, group, length, least)
         for part in cutlass.range_constexpr(GROUP):
             if found[part] != Uint32(0):
                 scan.histogram_add(lists.high, found[part] >> Uint32(5))
     cute.arch.sync_threads()
-    digit, above, _same = choose.find_bin(lists, k)
+    if cutlass.const_expr(lists.config.rounds > 0):
+        digit, above, _same = choose.find_bin(lists, k)
+    else:
+        if thread < Int32(32):
+            digit, above, _equal = scan.warp_find_digit(lists.high, k, lane, 2048)
+            if lane == Int32(0):
+                ptx.store_shared(lists.note(FOUND_THRESHOLD), Uint32(digit))
+                ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above))
+        cute.arch.sync_threads()
+        digit = ptx.load_shared(lists.note(FOUND_THRESHOLD))
+        above = Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
     for group in cutlass.range(thread, vectors, threads, unroll=1):
         found = load_keys(logits, group, length, least)
         for part in cutlass.range_constexpr(GROUP):
@@ -177,7 +189,7 @@ def collect(
                 if kept > need:
                     kept = need
                 place = place_above + kept
-                if place < lists.k:
+                if cutlass.const_expr(lists.config.rounds == 0) or place < lists.k:
                     put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
             place_above = place_above + Int32(over)
             place_equal = place_equal + Int32(same)

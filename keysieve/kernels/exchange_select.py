@@ -58,7 +58,7 @@ class Lists:
         self.low = base + Uint32(places.low)
         self.found = base + Uint32(places.found)
         self.sums = base + Uint32(places.sums)
-        self.counts = base + Uint32(places.counts)
+        self.counts = base + Uint32(places.begins)  # until winners are counted
         self.rejected = base + Uint32(places.rejected)
         self.begins = base + Uint32(places.begins)
         self.bases = base + Uint32(places.bases)
@@ -289,7 +289,17 @@ def select(lists: Any, counted: cutlass.Constexpr[bool]) -> None:
                 scan.histogram_add(lists.high, word >> Uint32(21))
     cute.arch.sync_threads()
     lane = lists.thread & Int32(31)
-    digit, above, _same = find_bin(lists, lists.k)
+    if cutlass.const_expr(lists.config.rounds > 0):
+        digit, above, _same = find_bin(lists, lists.k)
+    else:
+        if lists.thread < Int32(32):
+            digit, above, _equal = scan.warp_find_digit(lists.high, lists.k, lane, 2048)
+            if lane == Int32(0):
+                ptx.store_shared(lists.note(FOUND_THRESHOLD), Uint32(digit))
+                ptx.store_shared(lists.note(FOUND_ABOVE), Uint32(above))
+        cute.arch.sync_threads()
+        digit = ptx.load_shared(lists.note(FOUND_THRESHOLD))
+        above = Int32(ptx.load_shared(lists.note(FOUND_ABOVE)))
     for flat in cutlass.range(lists.thread, total, threads, unroll=1):
         source = flat // span
         word = read_entry(lists, source, flat - source * span)
