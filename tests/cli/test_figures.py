@@ -31,9 +31,8 @@ def test_pictures_are_the_committed_ones(checkout: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     assert cli(["bench", "figures", "--root", str(checkout)]) == 0
     drawn = {path.name for path in (checkout / "docs" / "figures").iterdir()}
-    assert drawn == {
-        path.name for path in (ROOT / "docs" / "figures").glob("*.svg") if not path.name.startswith("layout-")
-    }
+    committed = {path.name for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert drawn == committed & {f"{name}.svg" for name in figures.PICTURES}
     assert all(b"<svg" in path.read_bytes() for path in (checkout / "docs" / "figures").iterdir())
     assert (checkout / "README.md").read_text() == (ROOT / "README.md").read_text()
 
