@@ -148,7 +148,7 @@ class DecodeIndexer:
     @property
     def path(self) -> str:
         """What a step runs, in words: the backend, its kernels, and the exchange of context-parallel ranks."""
-        exchange = "" if self.dcp is None else f"; candidates exchanged by {type(self.dcp).__name__}"
+        exchange = "" if self.dcp is None else f"; candidates {self.dcp.path}"
         return f"{self.backend}: {self._runner.path}{exchange}"
 
     @property

@@ -100,6 +100,11 @@ class ContextParallel(ABC):
         self.max_context = 0
         self.planes = 1
 
+    @property
+    def path(self) -> str:
+        """How candidates travel, in words."""
+        return f"exchanged by {type(self).__name__}"
+
     # --- what an indexer calls ---------------------------------------------------------------------------------
 
     def bind(self, spec: IndexerSpec, *, max_rows: int, max_context: int, device: torch.device | str) -> Sharding:
