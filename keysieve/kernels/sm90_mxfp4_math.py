@@ -59,6 +59,15 @@ def times(a: Uint32, b: Uint32) -> Uint32:
     return numerics.fma_bf16x2(a, b, Uint32(MINUS_ZERO))
 
 
+def query_place(i: int, p: int, low: Uint32, columns: int) -> Uint32:
+    """Byte offset, from a column's first 128-byte row, of the 16-byte chunk that takes register p of word i.
+
+    Depth 8 * (4 i + p) .. + 7 of `columns` columns: two halves of 64, each with its chunks swizzled by the column's low
+    three bits.
+    """
+    return Uint32(i // 2 * columns * HEAD_DIM) + (Uint32(4 * (i % 2) + p) ^ low) * Uint32(16)
+
+
 class WideProducts(Products):
     """The matrix products of a tile: keys from registers, widened once for all chunks; queries from shared memory."""
 
@@ -174,8 +183,6 @@ def widen_queries(
             for i in cutlass.range_constexpr(4):
                 for p in cutlass.range_constexpr(4):
                     value = times(times(spread(four[i], p), one), two)
-                    chunk16 = Uint32(4 * (i % 2) + p) ^ Uint32(lane >> Int32(2))
-                    half = Uint32((i // 2) * rows * heads * HEAD_DIM)
-                    ptx.store_shared(target + half + chunk16 * Uint32(16), value)
+                    ptx.store_shared(target + query_place(i, p, Uint32(lane >> Int32(2)), rows * heads), value)
     ptx.fence_async_shared()
     cute.arch.sync_warp()
