@@ -1,6 +1,7 @@
 """What the sm90 scorer of MXFP4 index caches can be asked for, and how each configuration is cut.
 
-Compiled, not run on a device: the backend refuses MXFP4 and no call reaches this. The frame is that of `sm90_score_config`; keys are half as wide in shared memory, queries are held as BF16. No cutlass.
+Compiled, not run on a device: the backend refuses MXFP4 and no call reaches this. The frame is that of
+`sm90_score_config`; keys are half as wide in shared memory, queries are held as BF16. No cutlass here.
 """
 
 from collections.abc import Iterable

@@ -49,7 +49,7 @@ def test_nibbles() -> None:
     for _ in range(500):
         word = draw.getrandbits(32)
         for p in range(4):
-            low, high = halves(wide.spread(word, p))  # type: ignore[arg-type]  # integers, see the fixture
+            low, high = halves(wide.spread(word, p))
             assert low == e2m1(word >> 4 * p & 15) * 2.0**-126
             assert high == e2m1(word >> 4 * (p + 4) & 15) * 2.0**-126
 
@@ -57,7 +57,7 @@ def test_nibbles() -> None:
 @pytest.mark.parametrize("shift", [wide.KEY_SHIFT, wide.QUERY_SHIFT])
 def test_every_code_with_every_scale_is_exact(shift: int) -> None:
     for scale in range(255):
-        first, second, split = wide.factors(scale, shift)  # type: ignore[arg-type]
+        first, second, split = wide.factors(scale, shift)
         assert halves(first)[0] == halves(first)[1]
         assert split or halves(second) == (1.0, 1.0), "the second product may be left out"
         for code in E2M1:
@@ -66,7 +66,7 @@ def test_every_code_with_every_scale_is_exact(shift: int) -> None:
 
 
 def test_nan_scale() -> None:
-    first, _second, _split = wide.factors(255, wide.KEY_SHIFT)  # type: ignore[arg-type]
+    first, _second, _split = wide.factors(255, wide.KEY_SHIFT)
     assert all(value != value for value in halves(first))
 
 
@@ -82,7 +82,7 @@ def test_keys_and_queries_meet_at_the_same_depth(columns: int) -> None:
         for block in range(4):
             for i in range(4):
                 for p in range(4):
-                    at = column * 128 + 4 * block + wide.query_place(i, p, column % 8, columns)  # type: ignore[arg-type]
+                    at = column * 128 + 4 * block + wide.query_place(i, p, column % 8, columns)
                     for half in range(2):
                         place = at + 2 * half
                         assert (place, 0) not in held
