@@ -122,13 +122,20 @@ def by_context(measured: Measurements, axes: Any) -> list[Line]:
         if not known:
             continue
         used += [line for _, line in known]
-        axes.plot([n for n, _ in known], [x["us"] for _, x in known], "D-", color=colour, label=f"{batch} requests")
+        axes.plot(
+            [n for n, _ in known],
+            [x["us"] for _, x in known],
+            "D-",
+            color=colour,
+            label=f"{batch} request" + "s" * (batch != "1"),
+        )
         limits = [(n, x["limit_us"]) for n, x in known if x.get("limit_us")]
-        axes.plot([n for n, _ in limits], [us for _, us in limits], "--", color=colour, alpha=0.6)
+        axes.plot([n for n, _ in limits], [us for _, us in limits], "_--", color=colour, alpha=0.6)
         others = [(n, _peer(x, DETERMINISTIC)) for n, x in known if _peer(x, DETERMINISTIC)]
         axes.plot([n for n, _ in others], [us for _, us in others], "o:", color=colour, alpha=0.5)
     axes.plot([], [], "k--", label="bytes / read bandwidth")
-    axes.plot([], [], "ko:", alpha=0.5, label="DeepGEMM + metadata + FlashInfer det.")
+    if any(_peer(line, DETERMINISTIC) for line in used):
+        axes.plot([], [], "ko:", alpha=0.5, label="DeepGEMM + metadata + FlashInfer det.")
     axes.set(xscale="log", yscale="log", xlabel="keys a request", ylabel="microseconds a step")
     axes.set_xticks(list(CONTEXTS.values()), list(CONTEXTS))
     axes.minorticks_off()
@@ -150,17 +157,20 @@ def by_batch(measured: Measurements, axes: Any) -> list[Line]:
 
 def by_rows(measured: Measurements, axes: Any) -> list[Line]:
     """What the exchange and the merge add to a rank's own work, against rows; and the all-gather beside it."""
-    lines = sorted((x for x in measured.lines if x["op"] == "exchange"), key=lambda x: int(x["requests"]))
-    for world in sorted({line["world"] for line in lines}):
-        for virtual in (False, True):
-            some = [x for x in lines if x["world"] == world and bool(x.get("virtual")) == virtual]
-            if some:
-                label = f"W = {world}" + (", one GPU" if virtual else "")
-                axes.plot([x["requests"] for x in some], [x["us"] for x in some], "D-", label=label)
-                gathers = [(x["requests"], (x.get("peers") or {}).get("nccl_all_gather+merge")) for x in some]
-                known = [(rows, us) for rows, us in gathers if us]
-                if known:
-                    axes.plot(*zip(*known, strict=True), "o:", alpha=0.6, label=f"{label}: NCCL all-gather + merge")
+    # Where W * topn is no more than topk every row needs a second round: that is another measurement.
+    lines = [x for x in measured.lines if x["op"] == "exchange" and x.get("topn", x["topk"]) * x["world"] > x["topk"]]
+    lines.sort(key=lambda x: int(x["requests"]))
+    groups = dict.fromkeys((x["world"], bool(x.get("virtual")), x.get("local_keys", 0)) for x in lines)
+    for colour, (world, virtual, keys) in zip(SHADES.values(), groups, strict=False):
+        some = [
+            x for x in lines if (x["world"], bool(x.get("virtual")), x.get("local_keys", 0)) == (world, virtual, keys)
+        ]
+        label = f"W = {world}" + (", one GPU" if virtual else "") + (f", {keys >> 10}K keys a rank" if keys else "")
+        axes.plot([x["requests"] for x in some], [x["us"] for x in some], "D-", color=colour, label=label)
+        gathers = [(x["requests"], _peer(x, "nccl_all_gather_merge")) for x in some]
+        known = [(rows, us) for rows, us in gathers if us]
+        if known:
+            axes.plot(*zip(*known, strict=True), "o:", alpha=0.6, color=colour, label=f"{label}: NCCL + merge")
     axes.set(xscale="log", ylabel="microseconds beyond score + local top-N", xlabel="rows")
     return lines
 

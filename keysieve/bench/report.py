@@ -52,6 +52,7 @@ def identity(line: Line) -> tuple[Any, ...]:
         "cached",
         "entry",
         "kind",
+        "topn",
         "virtual",
     )
     return tuple(line.get(name) for name in names)
@@ -101,6 +102,7 @@ def setting(line: Line) -> str:
     if line.get("world", 1) != 1:
         parts.append(f"W {line['world']}")
     parts += [str(line[name]) for name in ("entry", "kind") if line.get(name)]
+    parts += [f"N {line['topn']}"] if line.get("topn") else []
     parts += [name for name in ("cached", "virtual") if line.get(name)]
     return ", ".join(part for part in parts if part)
 

@@ -62,10 +62,34 @@ def test_the_exchange_is_drawn_against_rows(checkout: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     base = {"device": "D", "op": "exchange", "exact": True, "world": 2, "date": "2026-12-01", "topk": 2048}
     rows = [
-        base | {"case": f"{n} rows", "requests": n, "us": 5.0 + n / 64, "peers": {"nccl_all_gather+merge": 25.0}}
+        base | {"case": f"{n} rows", "requests": n, "us": 5.0 + n / 64, "peers": {"nccl_all_gather_merge": 25.0}}
         for n in (1, 64)
     ]
     file = checkout / "docs" / "measurements" / "dcp.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in rows) + "\n")
     drawn = figures.draw(report.read([file]), checkout / "pictures")
     assert [path.name for path in drawn] == ["dcp-by-rows.svg"]
+
+
+def test_peers_that_were_not_measured_have_no_legend(checkout: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    measured = report.read([checkout / "docs" / "measurements" / "step.jsonl"])
+    axes = Figure().subplots()
+    used = figures.by_context(measured, axes)
+    named = any("FlashInfer" in text for text in axes.get_legend_handles_labels()[1])
+    assert named == any(figures.DETERMINISTIC in line["peers"] for line in used)
+
+
+def test_rows_that_all_need_a_second_round_are_another_measurement(checkout: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    base = {"device": "D", "op": "exchange", "exact": True, "world": 2, "date": "2026-12-01", "topk": 2048, "case": "c"}
+    lines = [base | {"requests": 1, "us": 16.0, "topn": 1216}, base | {"requests": 1, "us": 45.0, "topn": 1024}]
+    file = checkout / "docs" / "measurements" / "two.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    measured = report.read([file])
+    assert len(measured.lines) == 2, "neither replaces the other"
+    assert [line["us"] for line in figures.by_rows(measured, Figure().subplots())] == [16.0]

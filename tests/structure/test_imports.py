@@ -50,6 +50,7 @@ LAYERS = {
     "keysieve.bench": 9,
     "keysieve.demo": 10,
     "keysieve.cli": 11,
+    "keysieve.__main__": 12,
 }
 WITHOUT_DSL = ("checks", "spec", "plan", "reference", "cache", "quantize", "models", "dcp", "api", "testing")
 
