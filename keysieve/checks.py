@@ -69,7 +69,7 @@ def require_choice(argument: str, value: object, choices: tuple[object, ...], re
 
 def describe(tensor: object) -> str:
     """Shape, dtype, strides and device of a tensor (or the type of anything else), for messages."""
-    if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+    if not all(hasattr(tensor, name) for name in ("shape", "dtype", "stride", "device")):  # NumPy: no stride()
         return type(tensor).__name__
     t: torch.Tensor = tensor  # type: ignore[assignment]  # narrowed by the attribute test above
     dtype = str(t.dtype).removeprefix("torch.")

@@ -146,3 +146,10 @@ def test_every_refusal_has_its_four_parts(name: str) -> None:
     assert ": got " in text
     assert "; accepted: " in text
     assert text.rstrip().endswith(".")
+
+
+def test_a_numpy_array_is_refused_by_its_argument() -> None:
+    """It has a shape and a dtype, but is no tensor: once the message itself failed on it."""
+    logits = torch.zeros(1, 8, dtype=torch.bfloat16)
+    with pytest.raises(ks.KeysieveError, match="lengths: got ndarray"):
+        ks.topk(logits, torch.tensor([8], dtype=torch.int32).numpy(), 4)
