@@ -53,6 +53,7 @@ def identity(line: Line) -> tuple[Any, ...]:
         "entry",
         "kind",
         "topn",
+        "what",
         "virtual",
     )
     return tuple(line.get(name) for name in names)
@@ -101,7 +102,7 @@ def setting(line: Line) -> str:
     parts = [str(line.get("format", "")), f"{line.get('heads', '?')} heads", f"K {line.get('topk', '?')}"]
     if line.get("world", 1) != 1:
         parts.append(f"W {line['world']}")
-    parts += [str(line[name]) for name in ("entry", "kind") if line.get(name)]
+    parts += [str(line[name]) for name in ("entry", "kind", "what") if line.get(name)]
     parts += [f"N {line['topn']}"] if line.get("topn") else []
     parts += [name for name in ("cached", "virtual") if line.get(name)]
     return ", ".join(part for part in parts if part)
