@@ -58,9 +58,10 @@ def run_shares(source: Int64, out: Int64, n: Int32) -> None:
         below = homes.homes_below(tiles, there, step, rounds, MOST)
         mine = homes.homes_below(tiles - place, Int32(1), step, rounds, MOST)
         target = homes.target_before(total, block, blocks)
-        results = (request, place, step, rounds, there, below, mine, target)
-        for j in cutlass.range_constexpr(8):
-            (dst + 8 * i + j).store(results[j])
+        other = homes.at_home(tiles % requests, requests, blocks)  # of any request, in the whole grid
+        results = (request, place, step, rounds, there, below, mine, target, other)
+        for j in cutlass.range_constexpr(9):
+            (dst + 9 * i + j).store(results[j])
 
 
 @cute.jit
@@ -86,7 +87,7 @@ def main() -> None:
         compiled(Int64(data.ctypes.data), Int64(out.ctypes.data), Int32(len(data)))
         found[name] = out
     data = shares()
-    found["shares"] = np.zeros((len(data), 8), dtype=np.int32)
+    found["shares"] = np.zeros((len(data), 9), dtype=np.int32)
     compiled = cute.compile(run_shares, Int64(0), Int64(0), Int32(0))
     compiled(Int64(data.ctypes.data), Int64(found["shares"].ctypes.data), Int32(len(data)))
     np.savez(sys.argv[1], **found)

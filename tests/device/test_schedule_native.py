@@ -62,5 +62,7 @@ def test_home_tiles_follow_their_definition(found: dict[str, np.ndarray]) -> Non
         share, extra = divmod(total, blocks)
         target = block * share + min(block, extra) if share else block
         place = homes[block][0]
-        want = [request, place, len(at_home), rounds, len(below), sum(exist[b] for b in below), exist[block], target]
+        other = sum(b % requests == tiles % requests for b in range(blocks))
+        mine = sum(exist[b] for b in below)
+        want = [request, place, len(at_home), rounds, len(below), mine, exist[block], target, other]
         assert got == want, case

@@ -1,4 +1,7 @@
-"""The scorer's cut with home tiles, as a model: every tile once, no block above an even share."""
+"""The rule of home tiles itself: every tile once, no block above an even share.
+
+`plan` restates the rule; that the device code follows it is held by tests/device/test_schedule_native.py.
+"""
 
 from __future__ import annotations
 
