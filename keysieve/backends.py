@@ -112,13 +112,13 @@ class CpuBackend:
     def score(self, step: Step, max_len: int | None, out: torch.Tensor | None) -> torch.Tensor:
         faults = Faults()
         logits = score_checked(step, max_len, faults)
-        faults.warn(stacklevel=3)
+        faults.warn()
         return logits if out is None else out.copy_(logits)
 
     def topk(self, call: TopkCall, out: torch.Tensor | None, counts: torch.Tensor | None) -> tuple[Any, Any]:
         faults = Faults()
         chosen, number = topk_checked(call, faults)
-        faults.warn(stacklevel=3)
+        faults.warn()
         return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)
 
     def local_topk(

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import numbers
 import operator
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
+
+_TYPED: ContextVar[Mapping[str, str]] = ContextVar("keysieve_typed")
+_INSIDE = ("keysieve", "torch")
 
 
 class KeysieveError(ValueError):
@@ -30,9 +39,49 @@ class DeviceFaultWarning(RuntimeWarning):
     """A stateless call on the CPU met what would raise a device flag on a GPU; its text says what and where."""
 
 
+@contextmanager
+def as_typed(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it refusals and warnings call arguments what the caller typed.
+
+    names: keysieve's argument name to the caller's. Single words ("query") are replaced only where they are the refused
+    argument; names with an underscore wherever they stand.
+    """
+    token = _TYPED.set(names)
+    try:
+        yield
+    finally:
+        _TYPED.reset(token)
+
+
+def _typed() -> Mapping[str, str]:
+    import torch
+
+    # torch.compile cannot trace a context variable; what it traces is refused in keysieve's names.
+    return {} if torch.compiler.is_compiling() else _TYPED.get({})
+
+
+def in_callers_words(text: str) -> str:
+    """``text`` with argument names as :func:`as_typed` says."""
+    names = _typed()
+    return re.sub(r"[a-z]+(_[a-z]+)+", lambda found: names.get(found[0], found[0]), text) if names else text
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn at the line that called into keysieve, however deep inside this is."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _INSIDE:
+            break
+    warnings.warn(in_callers_words(text), category, stacklevel=level)
+
+
 def message(argument: str, *, got: object, accepted: str, remedy: str) -> str:
     """The text of a refusal."""
-    return f"{argument}: got {got}; accepted: {accepted}. {remedy}"
+    names = _typed()
+    if names:
+        argument = re.sub(r"^[a-z_]+", lambda found: names.get(found[0], found[0]), argument)
+    return in_callers_words(f"{argument}: got {got}; accepted: {accepted}. {remedy}")
 
 
 def refuse(argument: str, *, got: object, accepted: str, remedy: str) -> NoReturn:

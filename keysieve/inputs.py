@@ -62,6 +62,10 @@ class Step:
         """Keys that the index table has columns for."""
         return self.index_table.shape[1] * PAGE
 
+    def table_limit(self) -> str:
+        """What sets ``table_keys``, for messages."""
+        return f"index_table ({self.index_table.shape[1]} columns of {PAGE})"
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -81,6 +85,11 @@ class Placement:
     def table_keys(self) -> int | None:
         """Keys that the KV block table has columns for, or None without a table."""
         return None if self.kv_table is None else self.kv_table.shape[1] * self.kv_page
+
+    def table_limit(self) -> str:
+        """What sets ``table_keys``, for messages."""
+        columns = 0 if self.kv_table is None else self.kv_table.shape[1]
+        return f"kv_table ({columns} columns of kv_page = {self.kv_page})"
 
 
 class Selection(NamedTuple):

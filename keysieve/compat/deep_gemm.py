@@ -20,8 +20,18 @@ import torch
 
 from keysieve.api import score
 from keysieve.cache import IndexCache
-from keysieve.checks import describe, refuse
+from keysieve.checks import describe, refuse, require_tensor
+from keysieve.compat.words import speaks
 from keysieve.spec import FORMATS, HEAD_DIM, PAGE, IndexerSpec
+
+_speaking = speaks(
+    query="q",
+    cache="kv_cache",
+    tensor="kv_cache",
+    seq_lens="context_lens",
+    index_table="block_table",
+    max_len="max_context_len",
+)
 
 __all__ = ["fp8_fp4_paged_mqa_logits", "fp8_paged_mqa_logits", "get_num_sms", "get_paged_mqa_logits_metadata"]
 
@@ -39,6 +49,7 @@ def _spec(heads: int, key_format: str) -> IndexerSpec:
     return IndexerSpec(heads, 1, key_format, numerics="fp32")
 
 
+@_speaking
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -70,7 +81,7 @@ def fp8_paged_mqa_logits(
     Raises:
         KeysieveError: an argument of the wrong dtype, shape or device, or ``indices``. Nothing was written.
     """
-    requests, next_n, heads = _shape(q, HEAD_DIM)
+    requests, next_n, heads = _shape(q, HEAD_DIM, torch.float8_e4m3fn, torch.uint8)
     lengths = _lengths(context_lens, requests, next_n)
     return score(
         _spec(heads, "fp8_fp32"),
@@ -83,6 +94,7 @@ def fp8_paged_mqa_logits(
     )
 
 
+@_speaking
 def fp8_fp4_paged_mqa_logits(
     q: tuple[torch.Tensor, torch.Tensor | None],
     kv_cache: torch.Tensor,
@@ -107,18 +119,21 @@ def fp8_fp4_paged_mqa_logits(
             accepted="torch.bfloat16",
             remedy="Leave it out: keysieve's logits are rounded to bfloat16 once, by contract.",
         )
+    if not isinstance(q, tuple | list) or len(q) != 2:
+        refuse("q", got=describe(q), accepted="(codes, scales or None)", remedy="Pass FP8 queries as (q, None).")
     codes, scales = q
     if scales is None:
         return fp8_paged_mqa_logits(
             codes, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, indices
         )
     width = HEAD_DIM // 2
-    requests, next_n, heads = _shape(codes, width)
+    requests, next_n, heads = _shape(codes, width, torch.uint8, torch.int8)
     rows = requests * next_n
+    words = require_tensor("q[1]", scales, dtypes=(torch.int32,), shape=(requests, next_n, heads), device=codes.device)
     spec = _spec(heads, "mxfp4")
     return score(
         spec,
-        (codes.view(torch.uint8).reshape(rows, heads, width), scales.reshape(rows, heads)),
+        (codes.view(torch.uint8).reshape(rows, heads, width), words.reshape(rows, heads)),
         _cache(kv_cache, spec, indices),
         weights,
         _lengths(context_lens, requests, next_n),
@@ -143,22 +158,18 @@ def get_num_sms() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def _shape(q: torch.Tensor, width: int) -> tuple[int, int, int]:
-    if q.dim() != 4 or q.shape[3] != width:
-        refuse(
-            "q",
-            got=describe(q),
-            accepted=f"[requests, next_n, heads, {width}]",
-            remedy="Give every request a dimension of its own, as DeepGEMM does.",
-        )
+def _shape(q: torch.Tensor, width: int, *dtypes: torch.dtype) -> tuple[int, int, int]:
+    remedy = "Pass quantised queries [requests, next_n, heads, bytes], every request with a dimension of its own."
+    require_tensor("q", q, dtypes=dtypes, shape=(None, None, None, width), remedy=remedy)
     return q.shape[0], q.shape[1], q.shape[2]
 
 
 def _lengths(context_lens: torch.Tensor, requests: int, next_n: int) -> torch.Tensor:
     """[requests, next_n] or, where only the last row's is given, derived from it."""
-    if tuple(context_lens.shape) == (requests, next_n):
+    given = isinstance(context_lens, torch.Tensor)
+    if given and tuple(context_lens.shape) == (requests, next_n):
         return context_lens
-    if context_lens.numel() != requests or context_lens.dim() not in (1, 2):
+    if not given or context_lens.numel() != requests or context_lens.dim() not in (1, 2):
         refuse(
             "context_lens",
             got=describe(context_lens),
@@ -175,11 +186,6 @@ def _cache(kv_cache: torch.Tensor, spec: IndexerSpec, indices: torch.Tensor | No
             "indices", got=describe(indices), accepted="None", remedy="Gather the block table's rows before the call."
         )
     width = FORMATS[spec.key_format].width
-    if kv_cache.dim() != 4 or tuple(kv_cache.shape[1:]) != (PAGE, 1, width):
-        refuse(
-            "kv_cache",
-            got=describe(kv_cache),
-            accepted=f"uint8 [pages, {PAGE}, 1, {width}]",
-            remedy="View the pool so; nothing is copied.",
-        )
+    remedy = "View the pool as uint8 [pages, 64, 1, bytes of a token]; nothing is copied."
+    require_tensor("kv_cache", kv_cache, dtypes=(torch.uint8,), shape=(None, PAGE, 1, width), remedy=remedy)
     return IndexCache(spec, kv_cache.squeeze(2))

@@ -18,8 +18,13 @@ from typing import NoReturn
 import torch
 
 from keysieve.api import topk
-from keysieve.checks import describe, refuse
+from keysieve.checks import describe, refuse, require_tensor
+from keysieve.compat.words import speaks
 from keysieve.inputs import check_apart, check_output
+
+_speaking = speaks(
+    logits="input", kv_table="src_page_table", kv_page="page_size", block_rows="page_size", row_request="row_to_batch"
+)
 
 __all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
 
@@ -38,6 +43,7 @@ def __getattr__(name: str) -> NoReturn:
     )
 
 
+@_speaking
 def top_k_page_table_transform(
     input: torch.Tensor,
     src_page_table: torch.Tensor,
@@ -75,7 +81,10 @@ def top_k_page_table_transform(
     _refuse_options(tie_break, row_starts, page_table_row_starts)
     _check_rows(input)
     rows = input.shape[0]
-    if row_to_batch is None and src_page_table.shape[0] != rows:
+    table = require_tensor(
+        "src_page_table", src_page_table, dtypes=(torch.int32,), shape=(None, None), device=input.device
+    )
+    if row_to_batch is None and table.shape[0] != rows:
         refuse(
             "src_page_table",
             got=describe(src_page_table),
@@ -100,6 +109,7 @@ def top_k_page_table_transform(
     return chosen
 
 
+@_speaking
 def top_k_ragged_transform(
     input: torch.Tensor,
     offsets: torch.Tensor,
@@ -116,12 +126,15 @@ def top_k_ragged_transform(
     """
     _refuse_options(tie_break, row_starts, None)
     _check_rows(input)
-    if tuple(offsets.shape) != (input.shape[0],) or offsets.dtype != torch.int32:
-        refuse("offsets", got=describe(offsets), accepted=f"int32 [{input.shape[0]}]", remedy="Pass one offset a row.")
+    remedy = "Pass one offset a row."
+    require_tensor(
+        "offsets", offsets, dtypes=(torch.int32,), shape=(input.shape[0],), device=input.device, remedy=remedy
+    )
     chosen, _ = topk(input, lengths, k)
     return torch.where(chosen >= 0, chosen + offsets[:, None], chosen)
 
 
+@_speaking
 def top_k(
     input: torch.Tensor,
     k: int,
@@ -153,7 +166,7 @@ def top_k(
 
 
 def _check_rows(input: torch.Tensor) -> None:
-    if input.dtype != torch.bfloat16:
+    if not isinstance(input, torch.Tensor) or input.dtype != torch.bfloat16 or input.dim() != 2:
         refuse(
             "input",
             got=describe(input),

@@ -6,11 +6,10 @@ and notes them here, so that a program behaves alike on both.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from keysieve.checks import DeviceFaultWarning
+from keysieve.checks import DeviceFaultWarning, warn_caller
 
 _KEPT = 8
 """Texts kept; further faults are only counted."""
@@ -40,10 +39,10 @@ class Faults:
         more = f" (and {self.count - len(self.texts)} more)" if self.count > len(self.texts) else ""
         return "; ".join(self.texts) + more
 
-    def warn(self, stacklevel: int) -> None:
-        """Warn of the faults, if any, as a call that has no ``check()`` to report them."""
+    def warn(self) -> None:
+        """Warn of the faults, if any, at the line of a call that has no ``check()`` to report them."""
         if self:
-            warnings.warn(str(self), DeviceFaultWarning, stacklevel=stacklevel + 1)
+            warn_caller(str(self), DeviceFaultWarning)
 
     def take(self) -> str:
         """The report, or an empty text; forgets the faults."""

@@ -201,7 +201,7 @@ def score_checked(step: Step, max_len: int | None, faults: Faults) -> torch.Tens
 
     A row longer than ``max_len`` or than its index table is empty (all -inf), with a fault.
     """
-    limits = [(step.table_keys, "the index table")]
+    limits = [(step.table_keys, step.table_limit())]
     if max_len is not None:
         limits.append((max_len, "max_len"))
     lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
@@ -231,5 +231,5 @@ def score(
     found = Faults() if faults is None else faults
     result = score_checked(step, check_max_len(max_len), found)
     if faults is None:
-        found.warn(stacklevel=2)
+        found.warn()
     return result if out is None else out.copy_(result)

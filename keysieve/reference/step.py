@@ -44,9 +44,9 @@ class CpuRunner:
             self._run(step, place, out)
 
     def _run(self, step: Step, place: Placement, out: Selection) -> None:
-        limits = [(self.plan.problem.max_context, "max_context"), (step.table_keys, "the index table")]
+        limits = [(self.plan.problem.max_context, "max_context"), (step.table_keys, step.table_limit())]
         if place.table_keys is not None:
-            limits.append((place.table_keys, "the KV block table"))
+            limits.append((place.table_keys, place.table_limit()))
         faults = Faults()
         lengths = usable_lengths(step.seq_lens.tolist(), limits, faults)
         self._check_total(lengths, step)

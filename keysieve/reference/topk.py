@@ -140,7 +140,7 @@ def topk_checked(call: TopkCall, faults: Faults) -> tuple[torch.Tensor, torch.Te
     """Positions or physical rows int32 ``[rows, k]`` and counts int32 ``[rows]`` of a checked call on the CPU."""
     limits = [(call.logits.shape[1], "the logits' row")]
     if call.place.table_keys is not None:
-        limits.append((call.place.table_keys, "the KV block table"))
+        limits.append((call.place.table_keys, call.place.table_limit()))
     usable = usable_lengths(call.lengths.tolist(), limits, faults)
     owner, table = call.owner, call.place.kv_table
     if owner is not None and table is not None:
@@ -184,5 +184,5 @@ def topk(
     found = Faults() if faults is None else faults
     chosen, number = topk_checked(call, found)
     if faults is None:
-        found.warn(stacklevel=2)
+        found.warn()
     return chosen if out is None else out.copy_(chosen), number if counts is None else counts.copy_(number)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import keysieve as ks
-from keysieve.checks import KeysieveError
+from keysieve.checks import KeysieveError, as_typed
 from keysieve.compat import deep_gemm, flashinfer
+from keysieve.reference.topk import topk as topk_reference
 
 SIGNATURES: dict[Any, str] = {
     flashinfer.top_k_page_table_transform: "input src_page_table lengths k row_to_batch deterministic tie_break "
@@ -102,6 +106,14 @@ def test_sorted_top_k_is_by_value_then_position_with_nan_last() -> None:
         ({"page_table_row_starts": torch.zeros(1, dtype=torch.int32)}, "page_table_row_starts"),
         ({"src_page_table": torch.zeros(2, 9, dtype=torch.int32)}, "src_page_table"),
         ({"out_raw_indices": torch.zeros(1, 3, dtype=torch.int32)}, "out_raw_indices"),
+        ({"input": "logits"}, "input"),
+        ({"input": torch.zeros(9).bfloat16()}, "input"),
+        ({"src_page_table": [[0]]}, "src_page_table"),
+        ({"src_page_table": torch.zeros(1, 18, dtype=torch.int32)[:, ::2]}, "src_page_table"),
+        ({"page_size": 3}, "page_size"),
+        ({"page_size": 0}, "page_size"),
+        ({"row_to_batch": torch.zeros(2, dtype=torch.int32)}, "row_to_batch"),
+        ({"lengths": torch.zeros(2, dtype=torch.int32)}, "lengths"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -202,6 +214,10 @@ def test_a_script_of_both_libraries_runs_by_its_imports_alone() -> None:
     torch.testing.assert_close(slots, wanted, rtol=0, atol=0)
 
 
+def pair_of(change: dict[str, Any]) -> dict[str, Any]:
+    return {"q": (change["q"], None)} if "q" in change else change
+
+
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -209,6 +225,18 @@ def test_a_script_of_both_libraries_runs_by_its_imports_alone() -> None:
         ({"kv_cache": torch.zeros(2, 64, 132, dtype=torch.uint8)}, "kv_cache"),
         ({"indices": torch.zeros(1, dtype=torch.int32)}, "indices"),
         ({"context_lens": torch.zeros(3, dtype=torch.int32)}, "context_lens"),
+        ({"context_lens": [9]}, "context_lens"),
+        ({"context_lens": torch.zeros(1, 1)}, "context_lens"),
+        ({"q": torch.zeros(1, 1, 32, 128)}, "q"),
+        ({"kv_cache": torch.zeros(2, 64, 1, 132)}, "kv_cache"),
+        (
+            {"kv_cache": torch.zeros(2 * 8449, dtype=torch.uint8)[2:].as_strided((2, 64, 1, 132), (8448, 132, 132, 1))},
+            "kv_cache address",
+        ),
+        ({"weights": torch.zeros(2, 32)}, "weights"),
+        ({"block_table": torch.zeros(1, 2)}, "block_table"),
+        ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, "block_table"),
+        ({"max_context_len": -1}, "max_context_len"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -226,5 +254,75 @@ def test_logits_refusals(change: dict[str, Any], argument: str) -> None:
         deep_gemm.fp8_paged_mqa_logits(**arguments | change)
     with pytest.raises(KeysieveError, match="logits_dtype: got"):
         deep_gemm.fp8_fp4_paged_mqa_logits(**arguments | {"q": (arguments["q"], None)}, logits_dtype=torch.float32)
+    with pytest.raises(KeysieveError, match=f"{argument}: got"):
+        deep_gemm.fp8_fp4_paged_mqa_logits(**arguments | {"q": (arguments["q"], None)} | pair_of(change))
     with pytest.raises(KeysieveError, match="block_kv: got"):
         deep_gemm.get_paged_mqa_logits_metadata(arguments["context_lens"], 128, 132)
+
+
+def test_mxfp4_refusals_name_the_pair_and_its_parts() -> None:
+    lens, table = torch.tensor([[9]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    codes, cache = torch.zeros(1, 1, 16, 64, dtype=torch.uint8), torch.zeros(2, 64, 1, 68, dtype=torch.uint8)
+    for q, argument in (
+        (codes, "q"),
+        ((codes,), "q"),
+        ((codes.float(), torch.zeros(1, 1, 16, dtype=torch.int32)), "q"),
+        ((codes, torch.zeros(1, 1, 15, dtype=torch.int32)), r"q\[1\]"),
+        ((codes, torch.zeros(1, 1, 16)), r"q\[1\]"),
+    ):
+        with pytest.raises(KeysieveError, match=f"^{argument}: got"):
+            deep_gemm.fp8_fp4_paged_mqa_logits(q, cache, torch.zeros(1, 16), lens, table, None, 128)
+
+
+# ----------------------------------------------------------------------- where and in whose words a mistake is told
+
+
+def told(call: Any) -> tuple[str, str, int]:
+    """Text, file and line of the one warning of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    assert [w.category for w in found] == [ks.DeviceFaultWarning]
+    return str(found[0].message), found[0].filename, found[0].lineno
+
+
+def test_warnings_stand_at_the_callers_line_in_his_words() -> None:
+    rows, table = torch.zeros(1, 300).bfloat16(), torch.zeros(1, 5, dtype=torch.int32)
+    lengths, owner = torch.tensor([300], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    cache = torch.zeros(2, 64, 1, 132, dtype=torch.uint8)
+    q, weights = torch.zeros(1, 1, 32, 128).to(torch.float8_e4m3fn), torch.zeros(1, 32)
+    logits = partial(deep_gemm.fp8_paged_mqa_logits, q, cache, weights, lengths)
+    spec = ks.IndexerSpec(32, 1, "fp8_fp32", numerics="fp32")
+
+    for expected, call in (
+        ("src_page_table (5 columns of page_size = 1)",
+         lambda: flashinfer.top_k_page_table_transform(rows, table, lengths, 4)),
+        ("row_to_batch 4 is outside the 1 rows of src_page_table",
+         lambda: flashinfer.top_k_page_table_transform(rows, table, lengths, 4, owner, page_size=64)),
+        ("the 0 keys of", lambda: flashinfer.top_k_ragged_transform(rows[:, :0], lengths, lengths, 4)),
+        ("block_table (2 columns of 64)", lambda: logits(table[:, :2], None, 300)),
+        ("max_context_len", lambda: logits(table, None, 200)),
+        ("kv_table (5 columns of kv_page = 1)", lambda: ks.topk(rows, lengths, 4, kv_table=table, kv_page=1)),
+        ("index_table (2 columns of 64)",
+         lambda: ks.score(spec, q[0], ks.IndexCache(spec, cache[:, :, 0]), weights, lengths, table[:, :2], 300)),
+        ("the 299 keys", lambda: topk_reference(rows[:, :299], lengths, 4)),
+    ):  # fmt: skip
+        text, file, line = told(call)
+        assert expected in text
+        assert file == __file__
+        first = call.__code__.co_firstlineno
+        assert line == first
+
+
+def test_only_the_call_itself_is_told_in_those_words() -> None:
+    """After an alias, and in another thread during one, keysieve's own names stand."""
+    with pytest.raises(KeysieveError, match="src_page_table: got"):
+        flashinfer.top_k_page_table_transform(torch.zeros(1, 9).bfloat16(), "x", torch.zeros(1).int(), 4)
+    with pytest.raises(KeysieveError, match="kv_table: got"):
+        ks.topk(torch.zeros(1, 9).bfloat16(), torch.zeros(1).int(), 4, kv_table=torch.zeros(1, 9))
+    with as_typed({"k": "number", "kv_table": "pages"}), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ks.topk, torch.zeros(1, 9).bfloat16(), torch.zeros(1).int(), 0)
+        with pytest.raises(KeysieveError, match=r"^k: got"):
+            other.result()
+        with pytest.raises(KeysieveError, match=r"^number: got"):
+            ks.topk(torch.zeros(1, 9).bfloat16(), torch.zeros(1).int(), 0)

@@ -232,8 +232,8 @@ def test_faults_are_reported_once_and_the_rest_of_the_step_stands() -> None:
     table = case.index_table.clone()
     table[2, 1] = case.cache.shape[0]
     for options, text in (
-        ({"index_table": case.index_table[:, :4]}, "row 1: length 300 is beyond the 256 keys of the index table"),
-        ({"kv_table": case.kv_table[:, :4]}, "row 1: length 300 is beyond the 256 keys of the KV block table"),
+        ({"index_table": case.index_table[:, :4]}, "row 1: length 300 is beyond the 256 keys of index_table"),
+        ({"kv_table": case.kv_table[:, :4]}, "row 1: length 300 is beyond the 256 keys of kv_table"),
         ({"index_table": table}, "request 2: index_table column 1"),
     ):
         indexer = indexer_for(case)

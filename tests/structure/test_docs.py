@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-RUNNABLE = [ROOT / "README.md", ROOT / "docs" / "engine.md"]
+RUNNABLE = [ROOT / "README.md", ROOT / "docs" / "engine.md", ROOT / "docs" / "compat.md"]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: p.name)
