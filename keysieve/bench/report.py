@@ -1,4 +1,4 @@
-"""Tables and plots of recorded measurements: ``keysieve bench table FILE...`` and ``keysieve bench plot FILE...``.
+"""Recorded measurements, read, and as tables: ``keysieve bench table FILE...``. Pictures: :mod:`keysieve.bench.plot`.
 
 A file holds one JSON line a measurement, with the fields that ``docs/measurements`` describes; this module only shows
 them. The newest line of an op, case and setting wins; lines without a green exactness gate are left out and counted.
@@ -97,102 +97,120 @@ def _parse(path: Path, number: int, raw: str) -> Line:
     return parsed
 
 
-def setting(line: Line) -> str:
-    """The setting of a line, shortly: format, heads, topk, and what is unusual."""
-    parts = [str(line.get("format", "")), f"{line.get('heads', '?')} heads", f"K {line.get('topk', '?')}"]
+def setting(line: Line) -> list[str]:
+    """The setting of a line in parts: format, heads, topk where they play a role, and what is unusual."""
+    parts = [str(line.get("format") or "")]
+    parts += [f"{line['heads']} heads"] if line.get("heads") else []
+    parts += [f"K {line['topk']}"] if line.get("topk") else []
     if line.get("world", 1) != 1:
         parts.append(f"W {line['world']}")
     parts += [str(line[name]) for name in ("entry", "kind", "what") if line.get(name)]
     parts += [f"N {line['topn']}"] if line.get("topn") else []
     parts += [name for name in ("cached", "virtual") if line.get(name)]
-    return ", ".join(part for part in parts if part)
+    return [part for part in parts if part]
+
+
+def split(lines: Sequence[Line]) -> tuple[str, list[str]]:
+    """What the settings of all lines have in common, and what every line has besides."""
+    parts = [setting(line) for line in lines]
+    common = [part for part in parts[0] if all(part in other for other in parts)]
+    return ", ".join(common), [", ".join(part for part in own if part not in common) for own in parts]
+
+
+def commit_of(line: Line) -> str:
+    """The commit that a line was measured on, shortly; what was changed in the working tree stands behind a plus."""
+    commit, plus, changed = str(line.get("commit") or "unknown").partition("+")
+    return commit[:7] + plus + changed
+
+
+def origin(lines: Sequence[Line]) -> str:
+    """What the numbers are of: devices, dates, commits, versions."""
+
+    def every(values: Iterable[str]) -> str:
+        return ", ".join(sorted({value for value in values if value}))
+
+    versions = (f"{name} {value}" for line in lines for name, value in (line.get("versions") or {}).items())
+    days = every(str(line.get("date", ""))[:10] for line in lines)
+    return f"{every(line['device'] for line in lines)}; {days}; {commits(lines)}; {every(versions)}."
+
+
+def commits(lines: Sequence[Line]) -> str:
+    """``keysieve`` and the commits of lines, in order of their dates."""
+    known = dict.fromkeys(commit_of(line) for line in sorted(lines, key=lambda line: str(line.get("date", ""))))
+    return f"keysieve {', '.join(known)}"
 
 
 def table(lines: Sequence[Line]) -> list[list[str]]:
-    """Header and rows of a table of one op: times in microseconds, the share of the limit, peers and their ratio."""
+    """Header and rows of a table of one op: times in microseconds, the share of the limit, peers and their ratio.
+
+    The setting is what the lines do not have in common; a column that no line fills is left out, and so is the commit
+    where all lines have one.
+    """
     peers = list(dict.fromkeys(name for line in lines for name in line.get("peers") or {}))
-    rows = [["case", "setting", "us", "min..max", "limit", "of limit", *(f"{peer} (x)" for peer in peers)]]
-    for line in lines:
+    rows = [["case", "setting", "us", "min..max", "limit", "of limit", *(f"{peer} (x)" for peer in peers), "commit"]]
+    several = len({commit_of(line) for line in lines}) > 1
+    for line, own in zip(lines, split(lines)[1], strict=True):
         us, limit = float(line["us"]), line.get("limit_us")
-        row = [str(line["case"]), setting(line), f"{us:.1f}"]
+        row = [str(line["case"]), own, f"{us:.1f}"]
         row.append(f"{line['us_min']:.1f}..{line['us_max']:.1f}" if "us_min" in line else "")
         row += [f"{limit:.1f}", f"{100 * limit / us:.0f} %"] if limit else ["", ""]
         for peer in peers:
             time = (line.get("peers") or {}).get(peer)
             row.append("" if time is None else f"{time:.1f} ({time / us:.1f})")
-        rows.append(row)
-    return rows
+        rows.append([*row, commit_of(line) if several else ""])
+    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    return [[row[i] for i in filled] for row in rows]
+
+
+def title(device: str, op: str, lines: Sequence[Line]) -> str:
+    """What a table or picture of one op is of: device, common setting, dates, commits."""
+    days = ", ".join(sorted({str(line.get("date", ""))[:10] for line in lines}))
+    return "; ".join(
+        part for part in (f"{op} on {device}, microseconds", split(lines)[0], days, commits(lines)) if part
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as text columns: the first two left-aligned, numbers right-aligned."""
+    """Rows as text columns: words left-aligned, numbers right-aligned."""
+    words = ("case", "setting", "commit")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
+            cell.ljust(width) if name in words else cell.rjust(width)
+            for cell, width, name in zip(row, widths, rows[0], strict=True)
+        ).rstrip()
         for row in rows
     ]
 
 
-def draw(measured: Measurements, device: str, op: str, path: Path) -> None:
-    """One picture: a case per column, keysieve and peers as points, the memory or compute limit as a line below.
+def chosen(measured: Measurements, op: str | None) -> list[tuple[str, str]]:
+    """(device, op) pairs of the op asked for, of all where none is."""
+    return [pair for pair in measured.ops() if op in (None, pair[1])]
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def say_left_out(measured: Measurements) -> None:
+    """Count the lines that are not shown."""
+    if measured.inexact:
+        print(f"{measured.inexact} measurements left out: their exactness gate was not green")
 
-    lines = sorted(measured.of(device, op), key=lambda line: float(line.get("limit_us") or line["us"]))
-    places = range(len(lines))
-    figure, axes = plt.subplots(figsize=(max(6.0, 0.55 * len(lines) + 2.5), 4.8), layout="constrained")
-    limits = [(x, float(line["limit_us"])) for x, line in zip(places, lines, strict=True) if line.get("limit_us")]
-    if limits:
-        axes.fill_between([x for x, _ in limits], [y for _, y in limits], alpha=0.15, color="tab:gray", step="mid")
-        axes.step(
-            [x for x, _ in limits], [y for _, y in limits], where="mid", color="tab:gray", label="limit (roofline)"
-        )
-    for peer in dict.fromkeys(name for line in lines for name in line.get("peers") or {}):
-        known = [
-            (x, line["peers"][peer]) for x, line in zip(places, lines, strict=True) if peer in (line["peers"] or {})
-        ]
-        axes.plot([x for x, _ in known], [y for _, y in known], "o", alpha=0.7, label=peer)
-    us = [float(line["us"]) for line in lines]
-    axes.plot(places, us, "D", color="black", label="keysieve")
-    axes.set_yscale("log")
-    axes.set_ylabel("microseconds (median)")
-    settings = {setting(line) for line in lines}
-    names = [line["case"] if len(settings) == 1 else f"{line['case']}\n{setting(line)}" for line in lines]
-    axes.set_xticks(list(places), names, rotation=60, ha="right", fontsize=8)
-    axes.set_title(f"{op} on {device}" + (f": {settings.pop()}" if len(settings) == 1 else ""))
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+
+def options(prog: str, text: str) -> argparse.ArgumentParser:
+    """The options that tables and pictures share."""
+    parser = argparse.ArgumentParser(prog=prog, description=text)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as benchmarks append them")
+    parser.add_argument("--op", default=None, help="only this op (default: every op in the files)")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show recorded measurements; 1 if a file holds none that passed its gate."""
-    parser = argparse.ArgumentParser(prog="keysieve bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("table", "plot"))
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as benchmarks append them")
-    parser.add_argument("--op", default=None, help="only this op")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for pictures (default ./out)")
-    args = parser.parse_args(argv)
+    """Print tables of recorded measurements; 1 if the files hold none that passed its gate."""
+    text = "Tables of recorded measurements, one for each device and op; the newest line of a case counts."
+    args = options("keysieve bench table", text).parse_args(argv)
     measured = read(args.files)
-    shown = [pair for pair in measured.ops() if args.op in (None, pair[1])]
+    shown = chosen(measured, args.op)
     for device, op in shown:
-        if args.what == "table":
-            print(f"{op} on {device}, microseconds")
-            print("\n".join(f"  {line}" for line in aligned(table(measured.of(device, op)))))
-        else:
-            path = args.out / f"bench-{op}-{'-'.join(device.lower().split())}.png"
-            draw(measured, device, op, path)
-            print(f"picture: {path}")
-    if measured.inexact:
-        print(f"{measured.inexact} measurements left out: their exactness gate was not green")
+        lines = measured.of(device, op)
+        print(title(device, op, lines))
+        print("\n".join(f"  {line}" for line in aligned(table(lines))))
+    say_left_out(measured)
     return 0 if shown else 1

@@ -12,11 +12,10 @@ from keysieve.checks import UnsupportedError
 
 @dataclass(frozen=True)
 class Topic:
-    """``module`` has ``main(argv) -> int``; ``before`` goes in front of the user's arguments; ``gpu``: needs one."""
+    """``module`` has ``main(argv) -> int``; ``gpu``: needs one."""
 
     module: str
     what: str
-    before: tuple[str, ...] = ()
     gpu: bool = False
 
 
@@ -30,9 +29,9 @@ TOPICS = {
         "keysieve.bench.step", "the whole step on this GPU in a CUDA graph; --peers: others beside it", gpu=True
     ),
     "host": Topic("keysieve.bench.host", "the host time of an eager step on this GPU", gpu=True),
-    "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table", ("table",)),
+    "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table"),
     "figures": Topic("keysieve.bench.figures", "README's table and docs/figures from docs/measurements"),
-    "plot": Topic("keysieve.bench.report", "recorded measurements as pictures, the roofline drawn in", ("plot",)),
+    "plot": Topic("keysieve.bench.plot", "recorded measurements as pictures, the roofline drawn in"),
 }
 
 
@@ -68,6 +67,6 @@ def run(args: argparse.Namespace) -> int:
         reason = unlaunchable("cuda")
         if reason is not None:
             raise UnsupportedError(reason)
-    options = [*topic.before, *(["--help"] if args.help else []), *args.options]
+    options = [*(["--help"] if args.help else []), *args.options]
     code: int = importlib.import_module(topic.module).main(options)
     return code

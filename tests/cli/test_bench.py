@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keysieve.bench import report
+from keysieve.bench import plot, report
 from keysieve.cli import main as cli
 from keysieve.cli.bench import TOPICS
 
@@ -26,6 +26,7 @@ BASE: dict[str, Any] = {
     "limit_us": 2.5,
     "peers": {"other": 25.0},
     "exact": True,
+    "commit": "0123456789ab",
 }
 
 
@@ -37,10 +38,26 @@ def written(path: Path, *changes: dict[str, Any]) -> Path:
 def test_table_shows_share_of_limit_and_ratio_to_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "a.jsonl", {}, {"case": "32x4K", "us": 20.0, "peers": {}, "limit_us": None})
     assert cli.main(["bench", "table", str(file)]) == 0
-    head, first, second = capsys.readouterr().out.splitlines()[1:]
-    assert " ".join(head.split()) == "case setting us min..max limit of limit other (x)"
-    assert " ".join(first.split()) == "1x4K fp8_fp32, 32 heads, K 2048 10.0 9.5..11.0 2.5 25 % 25.0 (2.5)"
-    assert " ".join(second.split()) == "32x4K fp8_fp32, 32 heads, K 2048 20.0 9.5..11.0"
+    title, head, first, second = capsys.readouterr().out.splitlines()
+    assert title == ("step on NVIDIA H200, microseconds; fp8_fp32, 32 heads, K 2048; 2026-11-30; keysieve 0123456")
+    assert " ".join(head.split()) == "case us min..max limit of limit other (x)"
+    assert " ".join(first.split()) == "1x4K 10.0 9.5..11.0 2.5 25 % 25.0 (2.5)"
+    assert " ".join(second.split()) == "32x4K 20.0 9.5..11.0"
+
+
+def test_a_table_of_several_settings_and_commits_says_which_line_is_of_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = {"heads": 0, "topk": 0, "format": "", "what": "a launch"}
+    changes = {"heads": 64, "commit": "f" * 40 + "+select", "date": "2026-12-01"}
+    assert cli.main(["bench", "table", str(written(tmp_path / "a.jsonl", {}, none, changes))]) == 0
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "step on NVIDIA H200, microseconds; 2026-11-30, 2026-12-01; keysieve 0123456, fffffff+select"
+    assert head.split()[:2] == ["case", "setting"]
+    assert head.split()[-1] == "commit"
+    assert ["fp8_fp32, 32 heads, K 2048" in rows[0], "fp8_fp32, 64 heads, K 2048" in rows[2]] == [True, True]
+    assert " ".join(rows[1].split()).startswith("1x4K a launch 10.0"), "no heads, no K: nothing is said of them"
+    assert [row.split()[-1] for row in rows] == ["0123456", "0123456", "fffffff+select"]
 
 
 def test_newest_line_wins_and_inexact_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +94,40 @@ def test_plot_draws_one_picture_per_op(tmp_path: Path, capsys: pytest.CaptureFix
     assert pictures == ["bench-score-nvidia-h200.png", "bench-step-nvidia-h200.png"]
     assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert "picture:" in capsys.readouterr().out
+
+
+def test_seventy_five_cases_in_a_picture_can_be_read() -> None:
+    """No two names of cases meet, nor do those of the time axis, and none leaves the picture."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    lines = [
+        BASE | {"case": f"{2**n}x128K", "kind": kind, "topk": topk, "us": 4.0 * 2**n, "cached": n < 4}
+        for n in range(11)
+        for kind in ("gaussian", "plateau", "equal")
+        for topk in (512, 2048)
+    ] + [BASE | {"case": "a long name of a case", "kind": f"special kind {n}"} for n in range(9)]
+    assert len(lines) == 75
+    parts = dict(plot.panels(lines))
+    assert list(parts) == [
+        *(f"K {k}, {kind}" for kind in ("gaussian", "plateau", "equal") for k in (512, 2048)),
+        "one case each",
+    ]
+    assert [name for name, _ in parts["K 512, gaussian"]][3:5] == ["8x128K, cached", "16x128K"]
+    assert sorted(name for name, _ in parts["one case each"])[1] == "a long name of a case, K 2048, special kind 1"
+    figure = plot.picture("NVIDIA H200", "select", lines)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    whole = figure.bbox
+    for axes in figure.axes:
+        for labels in (axes.get_yticklabels(), figure.axes[-1].get_xticklabels(which="both")):
+            boxes = [label.get_window_extent() for label in labels if label.get_text() and label.get_visible()]
+            inside = [box for box in boxes if box.x1 > axes.bbox.x0 - 400 and box.x0 <= axes.bbox.x1]
+            assert len(inside) >= 2
+            for at, box in enumerate(inside):
+                assert not any(box.overlaps(other) for other in inside[:at])
+        for label in axes.get_yticklabels():
+            assert whole.x0 <= label.get_window_extent().x0
 
 
 def test_topics_that_need_a_gpu_say_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
