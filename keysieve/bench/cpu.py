@@ -27,13 +27,26 @@ import torch
 from keysieve.api import DecodeIndexer, score
 from keysieve.bench import timing
 from keysieve.cache import IndexCache
+from keysieve.checks import require_int
 from keysieve.quantize import quantize_query
-from keysieve.spec import PAGE, IndexerSpec
+from keysieve.spec import MAX_CONTEXT, PAGE, IndexerSpec
 
 _SEED = 20
 _APPEND = 1 << 15
 _MEMORY_LIMIT_MIB = 2048
 _RATIO_LIMIT = 2.0
+_TEXT = (
+    "Times the cpu backend beside the obvious float32 code, after checking every selection, and measures the memory of "
+    "a long row."
+)
+_NUMBERS = {
+    "--requests": (8, "requests of one row each"),
+    "--keys": (131072, "keys that every row sees"),
+    "--heads": (32, "indexer heads, one of 8, 16, 32, 64"),
+    "--topk": (2048, "keys a row selects, 1..4096"),
+    "--repeats": (5, "timed steps of each side"),
+    "--memory-keys": (1 << 20, "keys of the row whose memory is measured"),
+}
 
 
 class Setup:
@@ -183,16 +196,14 @@ def memory_of_own_process(args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the ratio and the peak memory of one run; 1 if a limit was broken. An inexact selection raises."""
-    parser = argparse.ArgumentParser(prog="python -m keysieve.bench.cpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--keys", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--topk", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory-keys", type=int, default=1 << 20)
-    parser.add_argument("--json", type=Path, help="append one JSON line per measurement to this file")
+    parser = argparse.ArgumentParser(prog="keysieve bench cpu", description=_TEXT)
+    for name, (default, text) in _NUMBERS.items():
+        parser.add_argument(name, type=int, metavar="N", default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per measurement to this file")
     parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    for name in _NUMBERS:
+        require_int(name, getattr(args, name[2:].replace("-", "_")), 1, MAX_CONTEXT, "Give at least one.")
     torch.set_num_threads(1)
     if args.only_memory:
         print(measure_memory(args.memory_keys, args.heads, args.topk).line())

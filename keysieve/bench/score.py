@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", default="main,heads64,bimodal", help=f"comma list of {', '.join(CASE_SETS)}")
     parser.add_argument("--only", default="", help="comma list of case names")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-peers", action="store_true", help="leave DeepGEMM out where it is installed")
     parser.add_argument("--prepare", action="store_true", help="compile in parallel first")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--warm-peers", action="store_true", help="only have the peers build their kernels")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,5 +69,10 @@ def run(args: argparse.Namespace) -> int:
         if reason is not None:
             raise UnsupportedError(reason)
     options = [*(["--help"] if args.help else []), *args.options]
-    code: int = importlib.import_module(topic.module).main(options)
+    program = sys.argv[0]
+    sys.argv[0] = f"keysieve bench {args.topic}"  # what a topic's parser calls itself
+    try:
+        code: int = importlib.import_module(topic.module).main(options)
+    finally:
+        sys.argv[0] = program
     return code

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keysieve.doctor import Diagnosis
+    from keysieve.doctor import Diagnosis, Fact
 
 BACKEND_CHOICES = ("auto", "cpu", "sm90", "sm100")
 _MARKS = {"ok": "[green]ok", "missing": "[red]missing", "note": "[yellow]note"}
@@ -38,21 +41,32 @@ def run(args: argparse.Namespace) -> int:
     try:
         _print_rich(found)
     except ImportError:
-        print("\n".join(plain_lines(found)))
+        print("\n".join(plain_lines(found, get_terminal_size().columns)))
     if args.backend != "auto" and not works:
         reason = next(state.reason for state in found.backends if state.name == args.backend)
-        print(f"\n{args.backend} does not work here: {reason}")
+        print("\n" + fill(f"{args.backend} does not work here: {reason}", get_terminal_size().columns))
     return 0 if works else 1
 
 
-def plain_lines(found: Diagnosis) -> list[str]:
-    """The tables without rich."""
-    lines = [f"{f.name:22} {f.status:8} {f.value}{f'  ({f.why})' if f.why else ''}" for f in found.facts]
-    lines.append("")
+def plain_lines(found: Diagnosis, width: int = 80) -> list[str]:
+    """The tables without rich, no line longer than ``width``."""
+    rows = [(fact.name, fact.status, _told(fact)) for fact in found.facts]
+    rows.append(("", "", ""))
     for state in found.backends:
         told = f"{', '.join(state.formats)} on {state.device}" if state.works else f"no: {state.reason}"
-        lines.append(f"backend {state.name:14} {'works' if state.works else '-':8} {told}")
+        rows.append((f"backend {state.name}", "works" if state.works else "-", told))
+    lines = []
+    for name, status, text in rows:
+        folded = wrap(text, width - 29, break_on_hyphens=False) or [""]
+        lines += [f"{name:19} {status:8} {folded[0]}".rstrip(), *(f"{'':28} {part}" for part in folded[1:])]
     return lines
+
+
+def _told(fact: Fact) -> str:
+    """What was found and why it matters, the home folder as ~."""
+    home = f"{Path.home()}/"
+    value = f"~/{fact.value[len(home) :]}" if fact.value.startswith(home) else fact.value
+    return f"{value} ({fact.why})" if fact.why else value
 
 
 def _print_rich(found: Diagnosis) -> None:
@@ -62,11 +76,11 @@ def _print_rich(found: Diagnosis) -> None:
 
     console = Console()
     facts = Table("looked at", "", title="This machine")
-    facts.add_column("found", overflow="fold")
-    facts.add_column("why it matters", overflow="fold")
+    facts.add_column("found, and why it matters", overflow="fold")
     for fact in found.facts:
-        facts.add_row(fact.name, _MARKS[fact.status], escape(fact.value), escape(fact.why))
-    backends = Table("backend", "", "device", "formats, or why not", title="Backends")
+        facts.add_row(fact.name, _MARKS[fact.status], escape(_told(fact)))
+    backends = Table("backend", "", "device", title="Backends")
+    backends.add_column("formats, or why not", overflow="fold")
     for state in found.backends:
         told = ", ".join(state.formats) if state.works else escape(state.reason or "")
         backends.add_row(state.name, "[green]works" if state.works else "[red]no", state.device, told)

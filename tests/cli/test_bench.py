@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -147,4 +149,20 @@ def test_every_topic_has_help_without_a_gpu(topic: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", topic, "--help"])
     assert stop.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    assert "usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("topic", sorted(TOPICS))
+def test_every_option_of_every_topic_is_explained(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def parse(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise Asked(parser)
+
+    module = importlib.import_module(TOPICS[topic].module)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(Asked) as asked:
+        module.main([])
+    parser: argparse.ArgumentParser = asked.value.args[0]
+    assert [action.dest for action in parser._actions if not action.help] == []

@@ -138,3 +138,22 @@ def test_plain_lines_name_every_fact() -> None:
     text = "\n".join(doctor_cli.plain_lines(found))
     for fact in found.facts:
         assert fact.name in text
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_doctor_fits_eighty_columns(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache folder that no column holds, and every word of it still there."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("KEYSIEVE_CACHE_DIR", "/nowhere" + "/a-long-folder-name" * 6)
+    if not rich:
+        for name in [m for m in sys.modules if m == "rich" or m.startswith("rich.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "rich", None)
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    run("doctor", "--backend", "sm90")
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "".join(out.replace("│", "").split()).count("/a-long-folder-name") == 6
+    assert ("│" in out) is rich
