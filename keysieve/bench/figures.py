@@ -1,17 +1,18 @@
-"""README's table and the pictures of docs/figures, made from docs/measurements: ``keysieve bench figures``.
+"""README's table, that of docs/measurements/README.md and the pictures of docs/figures, made from the records.
 
-Nothing is measured here and nothing is typed in by hand: every number comes from a recorded line with a green exactness
-gate, and the caption names device, versions, commits and dates of the lines that were used.
+``keysieve bench figures``: nothing is measured and nothing is typed in by hand. Every number comes from a recorded line
+with a green exactness gate, and captions name device, versions, commits and dates of the lines that were used.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keysieve.bench.report import Line, Measurements, read
+from keysieve.bench.report import Line, Measurements, commit_of, commits, read
 from keysieve.checks import refuse
 
 BEGIN, END = "<!-- measured: begin (keysieve bench figures) -->", "<!-- measured: end -->"
@@ -65,26 +66,48 @@ def readme_block(measured: Measurements) -> str:
                 _us(_peer(select, "flashinfer_deterministic")),
                 _us(step.get("us")),
                 _us(_peer(step, DETERMINISTIC)),
-                _us(step.get("limit_us")),
+                _us(step.get("limit_us") or score.get("limit_us")),
             )
         )
+    origins = {"score": scores, "select": selects, "whole step": steps}
+    told = [measured_on(name, lines) for name, lines in origins.items() if lines.keys() & set(CASES)]
     measured_ones = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     table = [columns, ("---",) * len(columns), *rows]
     lines = ["| " + " | ".join(row[i] for i in measured_ones) + " |" for row in table]
-    return "\n".join([*lines, "", origin(used)])
+    heading = "Measured on these commits of keysieve, other libraries in the same run as the column left of theirs:"
+    return "\n".join([*lines, "", f"{heading} {'. '.join(told)}.", "", versions_of(used)])
 
 
-def origin(lines: Sequence[Line]) -> str:
-    """What the numbers are of: devices, dates, commits, versions."""
+def records_block(files: Sequence[Path]) -> str:
+    """The Markdown between the two markers of docs/measurements/README.md: every file's records by op and commit."""
+    rows = ["| records | op | device | lines | measured on |", "| --- | --- | --- | --- | --- |"]
+    for file in files:
+        measured = read([file])
+        for device, op in measured.ops():
+            lines = measured.of(device, op)
+            groups = Counter(f"{commit_of(line)} ({str(line.get('date', ''))[:10]})" for line in lines)
+            told = "; ".join(f"{n} of {group}" if len(groups) > 1 else group for group, n in groups.items())
+            rows.append(f"| [{file.name}]({file.name}) | {op} | {device} | {len(lines)} | {told} |")
+    return "\n".join(rows)
 
-    def every(values: set[str]) -> str:
-        return ", ".join(sorted(value for value in values if value))
 
+def measured_on(column: str, lines: dict[str, Line]) -> str:
+    """The commit and day that a column's lines were measured on; where they differ, with the cases that are of each."""
+    groups: dict[str, list[str]] = {}
+    for case in CASES:
+        if case in lines:
+            day = str(lines[case].get("date", ""))[:10]
+            groups.setdefault(f"{commit_of(lines[case])} ({day})", []).append(case)
+    told = [group if len(groups) == 1 else f"{group} for {', '.join(cases)}" for group, cases in groups.items()]
+    return f"*{column}*: {'; '.join(told)}"
+
+
+def versions_of(lines: Iterable[Line]) -> str:
+    """Devices and versions of what ran beside keysieve."""
+    lines = list(lines)
+    devices = ", ".join(sorted({str(line["device"]) for line in lines}))
     versions = {f"{name} {value}" for line in lines for name, value in (line.get("versions") or {}).items()}
-    return (
-        f"{every({line['device'] for line in lines})}; {every({str(line.get('date', ''))[:10] for line in lines})}; "
-        f"keysieve {every({str(line.get('commit', '')) for line in lines})}; {every(versions)}."
-    )
+    return f"{devices}; {', '.join(sorted(versions))}."
 
 
 def _us(value: float | None) -> str:
@@ -102,7 +125,7 @@ def _pair(line: dict[str, Any], first: str, second: str) -> str:
 
 
 def rewritten(text: str, block: str) -> str:
-    """README with the block between its markers replaced."""
+    """A README with the block between its markers replaced."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         refuse("README", got="no single pair of markers", accepted=f"{BEGIN} ... {END}", remedy="Put the markers back.")
     before, rest = text.split(BEGIN)
@@ -205,7 +228,8 @@ def draw(measured: Measurements, folder: Path) -> list[Path]:
                 axes.legend(fontsize=8)
                 devices = ", ".join(sorted({line["device"] for line in used}))
                 dates = ", ".join(sorted({str(line.get("date", ""))[:10] for line in used}))
-                figure.supxlabel(f"{devices}; {dates}; docs/measurements", fontsize=7, color="gray")
+                caption = f"{devices}; {dates}; {commits(used)}; docs/measurements"
+                figure.supxlabel(caption, fontsize=7, color="gray")
                 figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
                 made.append(folder / f"{name}.svg")
             plt.close(figure)
@@ -213,10 +237,10 @@ def draw(measured: Measurements, folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite README's table and the pictures; with --check only say whether README's table is current."""
+    """Rewrite both READMEs' tables and the pictures; with --check only say whether the tables are current."""
     parser = argparse.ArgumentParser(prog="keysieve bench figures", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(), help="a checkout of keysieve (default: here)")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if README's table is not current")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a table is not current")
     args = parser.parse_args(argv)
     files = sorted((args.root / "docs" / "measurements").glob("*.jsonl"))
     if not files:
@@ -224,13 +248,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--root", got=str(args.root), accepted="a checkout with docs/measurements/*.jsonl", remedy="Run it there."
         )
     measured = read(files)
-    readme = args.root / "README.md"
-    old = readme.read_text()
-    new = rewritten(old, readme_block(measured))
+    blocks = {args.root / "README.md": readme_block(measured), files[0].parent / "README.md": records_block(files)}
+    texts = {page: (page.read_text(), rewritten(page.read_text(), block)) for page, block in blocks.items()}
     if args.check:
-        print("README's table is current" if new == old else "README's table is not current: keysieve bench figures")
-        return 0 if new == old else 1
-    readme.write_text(new)
+        stale = [str(page) for page, (old, new) in texts.items() if new != old]
+        print("\n".join(f"{page}: its table is not current: keysieve bench figures" for page in stale) or "all current")
+        return 1 if stale else 0
+    for page, (_, new) in texts.items():
+        page.write_text(new)
     for path in draw(measured, args.root / "docs" / "figures"):
         print(f"picture: {path}")
     return 0

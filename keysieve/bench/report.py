@@ -123,17 +123,6 @@ def commit_of(line: Line) -> str:
     return commit[:7] + plus + changed
 
 
-def origin(lines: Sequence[Line]) -> str:
-    """What the numbers are of: devices, dates, commits, versions."""
-
-    def every(values: Iterable[str]) -> str:
-        return ", ".join(sorted({value for value in values if value}))
-
-    versions = (f"{name} {value}" for line in lines for name, value in (line.get("versions") or {}).items())
-    days = every(str(line.get("date", ""))[:10] for line in lines)
-    return f"{every(line['device'] for line in lines)}; {days}; {commits(lines)}; {every(versions)}."
-
-
 def commits(lines: Sequence[Line]) -> str:
     """``keysieve`` and the commits of lines, in order of their dates."""
     known = dict.fromkeys(commit_of(line) for line in sorted(lines, key=lambda line: str(line.get("date", ""))))

@@ -31,7 +31,7 @@ TOPICS = {
     ),
     "host": Topic("keysieve.bench.host", "the host time of an eager step on this GPU", gpu=True),
     "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table"),
-    "figures": Topic("keysieve.bench.figures", "README's table and docs/figures from docs/measurements"),
+    "figures": Topic("keysieve.bench.figures", "README's tables and docs/figures from docs/measurements"),
     "plot": Topic("keysieve.bench.plot", "recorded measurements as pictures, the roofline drawn in"),
 }
 

@@ -50,6 +50,29 @@ def test_a_newer_record_changes_the_table(checkout: Path) -> None:
     assert "2099-01-01" in block
 
 
+def test_each_column_and_file_says_the_commit_it_was_measured_on(checkout: Path) -> None:
+    """Also where some cases of a column were measured again later."""
+    file = checkout / "docs" / "measurements" / "step.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line | {"commit": "a" * 40 + "+tried", "date": "2026-12-01T10:00"} for line in lines]
+    later = next(line for line in lines if line["case"] == "1x1M") | {"commit": "b" * 12, "date": "2026-12-02T10:00"}
+    file.write_text("\n".join(json.dumps(line) for line in [*lines, later]) + "\n")
+    assert cli(["bench", "figures", "--root", str(checkout), "--check"]) == 1
+    measured = report.read([file])
+    others = ", ".join(case for case in figures.CASES if case != "1x1M")
+    told = f"*whole step*: aaaaaaa+tried (2026-12-01) for {others}; bbbbbbb (2026-12-02) for 1x1M."
+    assert told in figures.readme_block(measured)
+    several = f"{len(measured.lines) - 1} of aaaaaaa+tried (2026-12-01); 1 of bbbbbbb (2026-12-02)"
+    assert several in figures.records_block([file])
+
+
+def test_the_page_of_records_is_held_to_them(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = checkout / "docs" / "measurements" / "README.md"
+    page.write_text(page.read_text().replace("| score | NVIDIA H200 |", "| score | NVIDIA H100 |"))
+    assert cli(["bench", "figures", "--root", str(checkout), "--check"]) == 1
+    assert str(page) in capsys.readouterr().out
+
+
 def test_a_readme_without_its_markers_is_left_alone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = checkout / "README.md"
     readme.write_text("nothing here")
