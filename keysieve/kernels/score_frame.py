@@ -11,52 +11,13 @@ from keysieve.kernels import schedule
 
 
 class Frame:
-    """Base of a scorer kernel. config, shape: its configuration and cut. key_warp: the warp that streams keys.
+    """Base of a scorer kernel. config, shape: its configuration and cut.
 
     `shared` has the shared addresses `prefix` (requests + 1 words) and `scratch` (a word a warp).
     """
 
     config: Any
     shape: Any
-    key_warp: int
-
-    @cute.jit
-    def plan(
-        self,
-        shared: Any,
-        lens: Any,
-        flags: Int64,
-        requests: Int32,
-        limit: Int32,
-        skip: Int32,
-        thread: Int32,
-        warp: Int32,
-        block: Int32,
-    ) -> None:
-        """The prefix table. For few requests the key warp builds it and goes on; the others wait for it."""
-        faults = Int32(0)
-        if requests <= Int32(schedule.few(self.config.next_n)):
-            if warp == self.key_warp:
-                lane = cute.arch.lane_idx()
-                faults = schedule.prefix_of_few(lens, requests, limit, skip, shared.prefix, lane, self.config.next_n)
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=self.shape.threads)
-            else:
-                cute.arch.barrier(barrier_id=1, number_of_threads=self.shape.threads)
-        else:
-            faults = schedule.prefix_of_many(
-                lens,
-                requests,
-                limit,
-                skip,
-                shared.prefix,
-                shared.scratch,
-                thread,
-                self.config.next_n,
-                self.shape.threads,
-            )
-            cute.arch.sync_threads()
-        if faults > Int32(0) and block == Int32(0):
-            ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
 
     @cute.jit
     def plan_many(

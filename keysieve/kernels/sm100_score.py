@@ -5,7 +5,7 @@ Compiled and inspected, not run: no device of this kind has been at hand.
     logit[row, key] = bf16( scale[key] * sum over heads of max(query[row, head] . key, 0) * weight[row, head] )
 
 The frame is the Hopper scorer's: one persistent block per SM, work cut by `schedule`, the same producers
-(`sm90_score_load`), the same stores. What is Blackwell's own:
+(`sm90_score_feed`), the same stores. What is Blackwell's own:
 
 * a page comes as a tensor copy of its 64 key rows, so that two pages make one operand of 128 rows, and a bulk copy of
   its 64 scale words beside it;
@@ -21,6 +21,8 @@ Barriers and their arrivals, a phase:
   scales_ready   (MXFP4) the scale warp's
   query_full     the query warp's two: the announced copy; weights, lengths and scale words written
   query_empty    the commit when the matrix warp goes on to the next request, and every epilogue warp's
+  order_full     the key warp's: which request comes next
+  order_empty    the query warp's
   sum_full       the commit of the product
   sum_empty      the four warps of the group that the accumulator belongs to
 """
@@ -39,7 +41,9 @@ from keysieve.device import ptx, tcgen05
 from keysieve.device.paged import page_base
 from keysieve.kernels import schedule, sm100_score_feed
 from keysieve.kernels.score_frame import Frame
-from keysieve.kernels.sm90_score_load import Boxes, stream_keys, stream_queries
+from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ORDERS
+from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
+from keysieve.kernels.sm90_score_load import Boxes
 from keysieve.kernels.sm90_score_math import Targets
 from keysieve.kernels.sm100_score_config import (
     ARCHS,
@@ -78,6 +82,8 @@ class Shared:
         self.weights = origin + Uint32(places.weights)
         self.lengths = origin + Uint32(places.lengths)
         self.prefix = origin + Uint32(places.prefix)
+        self.rest = origin + Uint32(places.rest)
+        self.orders = origin + Uint32(places.orders)
         self.descriptors = origin + Uint32(places.descriptors)
         self.scratch = origin + Uint32(places.scratch)
         self.tensor = origin + Uint32(places.tensor)
@@ -89,6 +95,8 @@ class Shared:
         self.query_empty = self.query_full + shape.query_stages
         self.sum_full = self.query_empty + shape.query_stages
         self.sum_empty = self.sum_full + shape.accumulators
+        self.order_full = self.sum_empty + shape.accumulators
+        self.order_empty = self.order_full + ORDERS
         self.scale_source = keys
         self.page_stride = page_stride
         self.query_words = query_words
@@ -114,7 +122,7 @@ class ScoreKernel(Frame):
         self.places = smem_map(config, self.shape)
         self.tensor = tensor_map(config, self.shape)
         self.chunks = chunks_of(config, self.shape)
-        self.key_warp = KEY_WARP
+        self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
         self.boxes = Boxes(config.row_bytes, PAGE, PAGE * config.row_bytes, config.format.page_bytes)
 
     @cute.jit
@@ -232,35 +240,58 @@ class ScoreKernel(Frame):
         ptx.grid_wait()
         ptx.grid_launch_dependents()
         lengths = schedule.lengths_of(self.config.layout, lens, tops)
-        self.plan(shared, lengths, flags, requests, limit, skip, thread, warp, block)
-        total = schedule.tiles_before(shared.prefix, requests)
-        usable = total
-        if total > capacity:
-            usable = capacity
-        first, last = schedule.block_range(usable, block, blocks)
-        if first < last:
+        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))  # the key warp plans, and others wait for it
+        if led == Int32(0):
+            self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
+        if warp == Int32(KEY_WARP):
+            raw = Int32(0)
+            page = Int32(0)
+            if led != Int32(0):
+                raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks)
+            stream_keys(
+                self,
+                shared,
+                key_copy,
+                key_pages,
+                table,
+                table_stride,
+                pages,
+                flags,
+                lengths,
+                requests,
+                limit,
+                skip,
+                capacity,
+                block,
+                blocks,
+                raw,
+                page,
+            )
+        elif warp == Int32(QUERY_WARP):
+            stream_queries(
+                self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, block, blocks
+            )
+        else:
+            if led != Int32(0):
+                cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=self.shape.threads)
             if warp < Int32(KEY_WARP):
-                finish(self, shared, Targets(logits, tops, pitch), thread, first, last)
-            if warp == Int32(KEY_WARP):
-                stream_keys(self, shared, key_copy, key_pages, table, table_stride, pages, flags, requests, first, last)
-            if warp == Int32(QUERY_WARP):
-                stream_queries(
-                    self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, first, last
-                )
+                finish(self, shared, Targets(logits, tops, pitch), thread)
             if warp == Int32(MATRIX_WARP):
-                multiply(self, shared, first, last)
-            if cutlass.const_expr(not self.config.format.is_fp8):  # noqa: SIM102  # trace time, then run time
-                if warp == Int32(SETUP_WARP):
-                    sm100_score_feed.arrange_key_scales(self, shared, first, last)
-        if warp == Int32(SETUP_WARP) and block == Int32(0):
-            self.report(shared, starts, flags, requests, capacity, total)
+                multiply(self, shared)
+            if warp == Int32(SETUP_WARP):
+                if cutlass.const_expr(not self.config.format.is_fp8):
+                    sm100_score_feed.arrange_key_scales(self, shared)
+                if block == Int32(0):
+                    total = schedule.tiles_before(shared.prefix, requests)
+                    self.report(shared, starts, flags, requests, capacity, total)
         self.end(shared, warp)
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: cute.CopyAtom, warp: Int32) -> None:
-        """Barriers, tensor memory and descriptors; touches no data of an earlier kernel. `plan` publishes.
+        """Barriers, tensor memory and descriptors; touches no data of an earlier kernel. The plan's barrier publishes.
 
-        The key warp, which `plan` may let go on at once, makes the barriers that it is the first to use.
+        With few requests the key warp and the query warp go on before it, so each makes the barriers that it is the
+        first to use: orders come from the key warp, and are read behind the plan's barrier.
         """
         shape = self.shape
         if warp == Int32(KEY_WARP):
@@ -270,7 +301,11 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
                     cute.arch.mbarrier_init(shared.key_empty + stage, 1 + WARPS * len(self.chunks))
                     cute.arch.mbarrier_init(shared.scales_ready + stage, 1)
+                for slot in cutlass.range_constexpr(ORDERS):
+                    cute.arch.mbarrier_init(shared.order_full + slot, 1)
+                    cute.arch.mbarrier_init(shared.order_empty + slot, 1)
             cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
         if warp == Int32(QUERY_WARP):
             cpasync.prefetch_descriptor(row_copy)
             with cute.arch.elect_one():
@@ -278,6 +313,7 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 1 + WARPS * GROUPS)
             cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
         if warp == Int32(SETUP_WARP):
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(shape.accumulators):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
+from keysieve.kernels.sm90_score_config import FEW_REQUESTS, ORDERS
 from keysieve.kernels.sm100_score_words import N_STEP
 from keysieve.spec import FORMATS, HEADS, MAX_NEXT_N, MAX_REQUESTS, NUMERICS, PAGE, TILE, KeyFormat
 
@@ -89,6 +90,7 @@ class ScoreShape:
     chunk_columns: int
     accumulators: int
     evict_first: bool = True
+    groups: ClassVar[int] = GROUPS
     trace: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -97,9 +99,9 @@ class ScoreShape:
             # by parity is only right when the barrier is at most one phase behind.
             raise ValueError(f"{self}: accumulators is not a multiple of {GROUPS}")
         if self.query_stages < GROUPS:
-            # Requests of one tile: a group's next product belongs to the GROUPS-th request after the one it has
-            # released, and can only be made when that one's query is there.
-            raise ValueError(f"{self}: a product could wait for a query whose place its own reader holds")
+            # A group gives a request up when it sees its next tile, or never, if it has none any more. The other
+            # group's products until then may be of the request after, whose query must have a place.
+            raise ValueError(f"{self}: a product could wait for a query whose place the other group holds")
 
     @property
     def threads(self) -> int:
@@ -122,6 +124,8 @@ class SmemMap:
     weights: int
     lengths: int
     prefix: int
+    rest: int
+    orders: int
     descriptors: int
     scratch: int
     tensor: int
@@ -175,8 +179,8 @@ def tensor_map(config: ScoreConfig, shape: ScoreShape) -> TensorMap:
 
 
 def barriers_of(shape: ScoreShape) -> int:
-    """64-bit barriers: key full, empty and scales ready; query full and empty; accumulator full and empty."""
-    return 3 * shape.stages + 2 * shape.query_stages + 2 * shape.accumulators
+    """64-bit barriers: key full, empty and scales ready; full and empty of queries, accumulators and orders."""
+    return 3 * shape.stages + 2 * (shape.query_stages + shape.accumulators + ORDERS)
 
 
 def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
@@ -200,7 +204,9 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     weights = query_scales + shape.query_stages * query_scale_bytes
     lengths = weights + shape.query_stages * weight_bytes
     prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
-    descriptors = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
+    rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
+    orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
+    descriptors = orders + 4 * ORDERS
     scratch = descriptors + 16 * shape.stages
     tensor = scratch + 4 * 32
     barriers = tensor + 16
@@ -214,6 +220,8 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
         weights=weights,
         lengths=lengths,
         prefix=prefix,
+        rest=rest,
+        orders=orders,
         descriptors=descriptors,
         scratch=scratch,
         tensor=tensor,

@@ -12,7 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from keysieve.device import numerics, ptx, sync
+from keysieve.device import numerics, ptx
+from keysieve.kernels.sm90_score_config import NO_REQUEST
+from keysieve.kernels.sm90_score_math import next_tile
 from keysieve.kernels.sm100_score_config import SCALE_BYTES, key_scale_words, query_scale_words
 from keysieve.kernels.sm100_score_words import scale_offset
 
@@ -94,14 +96,14 @@ def put_query_scales(
 
 
 @cute.jit
-def arrange_key_scales(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: Int32) -> None:
-    """MXFP4, one warp: every tile's 128 scale words from page order into the matrix unit's."""
+def arrange_key_scales(kernel: cutlass.Constexpr[Any], shared: Any) -> None:
+    """MXFP4, one warp: every tile's 128 scale words from page order into the matrix unit's, until the end."""
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     stage = Int32(0)
     phase = Int32(0)
-    for _ in cutlass.range(first, last, unroll=1):
-        sync.wait_barrier(shared.key_full + stage, phase)
+    owner, _tile, _sequence = next_tile(shared, stage, phase)
+    while owner != Int32(NO_REQUEST):
         source = shared.scales + Uint32(stage) * Uint32(SCALE_BYTES) + Uint32(lane) * Uint32(4)
         four = [ptx.load_shared(source + Uint32(4 * WARP * quarter)) for quarter in range(4)]
         target = shared.origin + key_scale_words(kernel.places, Uint32(stage))
@@ -114,3 +116,4 @@ def arrange_key_scales(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32
         if stage == Int32(shape.stages):
             stage = Int32(0)
             phase = phase ^ Int32(1)
+        owner, _tile, _sequence = next_tile(shared, stage, phase)

@@ -21,11 +21,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from keysieve.device import numerics, ptx, sync, tcgen05
-from keysieve.kernels import schedule
+from keysieve.device import keys, numerics, ptx, sync, tcgen05
 from keysieve.kernels import sm100_score_words as words
-from keysieve.kernels.sm90_score_math import key_scale, release, row_places
-from keysieve.kernels.sm90_score_store import store_rows
+from keysieve.kernels.sm90_score_config import NO_REQUEST
+from keysieve.kernels.sm90_score_math import key_scale, next_tile, release, row_places
+from keysieve.kernels.sm90_score_store import logit_word
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
     K_BYTES,
@@ -40,19 +40,23 @@ from keysieve.kernels.sm100_score_config import (
     query_scale_words,
     sum_column,
 )
-from keysieve.spec import TILE
+from keysieve.spec import GROUP, TILE
 
 LOAD_COLUMNS = 64
 """Columns an epilogue thread takes from tensor memory at a time: registers."""
+
+LOG2_GROUP = GROUP.bit_length() - 1
 
 
 # ------------------------------------------------------------------------------------------------- the matrix warp
 
 
 @cute.jit
-def multiply(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: Int32) -> None:
+def multiply(kernel: cutlass.Constexpr[Any], shared: Any) -> None:
     """All products of the block's tiles, by one warp. A commit tracks the products of its own thread alone: products,
-    copies and commits all stand under an election among the whole warp, which falls on the same lane every time."""
+    copies and commits all stand under an election among the whole warp, which falls on the same lane every time.
+
+    Ends when no commit for a tile is outstanding: nothing arrives in this block's memory after the block has gone."""
     shape = kernel.shape
     tensor = ptx.load_shared(shared.tensor)
     stage = Int32(0)
@@ -60,17 +64,14 @@ def multiply(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: In
     slot = Int32(0)
     slot_phase = Int32(1)  # parity 1 passes on a fresh barrier
     held = Int32(-1)
-    for _ in cutlass.range(first, last, unroll=1):
-        sync.wait_barrier(shared.key_full + stage, phase)
-        _owner, _tile, sequence_word, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
-        sequence = Int32(sequence_word)
-        if sequence != held:  # requests come one by one: every tile passes here
-            if held >= Int32(0):
+    owner, _tile, sequence = next_tile(shared, stage, phase)
+    while owner != Int32(NO_REQUEST):
+        for request in cutlass.range(held + Int32(1), sequence + Int32(1), unroll=1):  # 0 may have no tile here
+            if request > Int32(0):
                 with cute.arch.elect_one():
-                    tcgen05.commit(ptx.smem_addr(shared.query_empty + held % Int32(shape.query_stages)))
-            held = sequence
-            query_stage = held % Int32(shape.query_stages)
-            sync.wait_barrier(shared.query_full + query_stage, (held // Int32(shape.query_stages)) & 1)
+                    tcgen05.commit(ptx.smem_addr(shared.query_empty + (request - Int32(1)) % Int32(shape.query_stages)))
+            await_query(shape, shared, request)
+        held = sequence
         if cutlass.const_expr(not kernel.config.format.is_fp8):
             sync.wait_barrier(shared.scales_ready + stage, phase)
         for chunk in cutlass.range_constexpr(len(kernel.chunks)):
@@ -91,6 +92,9 @@ def multiply(kernel: cutlass.Constexpr[Any], shared: Any, first: Int32, last: In
         if stage == Int32(shape.stages):
             stage = Int32(0)
             phase = phase ^ Int32(1)
+        owner, _tile, sequence = next_tile(shared, stage, phase)
+    for used in cutlass.range(shape.stages, unroll=1):  # stages below the present one are a lap ahead of the others
+        sync.wait_barrier(shared.key_empty + used, phase ^ Int32(used >= stage))
 
 
 def descriptor(constant: int, address: Uint32) -> Int64:
@@ -136,15 +140,12 @@ def copy_scales(
 
 
 @cute.jit
-def finish(
-    kernel: cutlass.Constexpr[Any],
-    shared: Any,
-    targets: Any,
-    thread: Int32,
-    first: Int32,
-    last: Int32,
-) -> None:
-    """One epilogue warpgroup: every GROUPS-th product of the block, in order."""
+def finish(kernel: cutlass.Constexpr[Any], shared: Any, targets: Any, thread: Int32) -> None:
+    """One epilogue warpgroup: every GROUPS-th product of the block, in order, until it is sent for one that is not.
+
+    A group looks at a tile before it waits for the tile's product: the product may wait for a query whose place the
+    group gives up when it sees that its own request is over.
+    """
     config = kernel.config
     shape = kernel.shape
     lane = cute.arch.lane_idx()
@@ -160,49 +161,40 @@ def finish(
     slot = Int32(0)
     slot_phase = Int32(0)
     turn = group
-    after = Int32(0)
-    for number in cutlass.range(first, last, unroll=1):
+    more = Int32(1)
+    while more != Int32(0):
         for chunk in cutlass.range_constexpr(len(kernel.chunks)):
             if turn == Int32(0):
                 turn = Int32(GROUPS)
-                sync.wait_barrier(shared.sum_full + slot, slot_phase)
-                tcgen05.fence_after()
-                # There are sums, so the tile has landed; this wait makes its words visible to this thread.
-                sync.wait_barrier(shared.key_full + stage, phase)
-                place = shared.descriptors + Uint32(stage) * Uint32(16)
-                owner, tile_word, sequence_word, _unused = ptx.load_shared_v4(place)
-                sequence = Int32(sequence_word)
-                scale = tile_scale(kernel, shared, stage, key)
-                release(shared.key_empty + stage)
-                if sequence != held:
-                    while held < sequence - Int32(1):  # requests this group has no product of are released in order
-                        held = held + Int32(1)
-                        await_query(shape, shared, held)
-                        release(shared.query_empty + held % Int32(shape.query_stages))
-                    held = sequence
-                    await_query(shape, shared, held)
-                    row, stride = row_places(config, shared, targets, Int32(owner))
-                    after = schedule.tiles_before(shared.prefix, Int32(owner) + Int32(1))
-                    if after > last:
-                        after = last
-                finish_product(
-                    kernel,
-                    shared,
-                    targets,
-                    lanes,
-                    chunk,
-                    slot,
-                    held % Int32(shape.query_stages),
-                    scale,
-                    Int32(tile_word) * Int32(TILE) + key,
-                    row,
-                    stride,
-                    lane,
-                )
-                # The request goes with this group's last product of it. Later would be too late: the next one may be
-                # of a request whose query waits for this one's place.
-                if number + Int32((chunk + GROUPS) // len(kernel.chunks)) >= after:
-                    release(shared.query_empty + held % Int32(shape.query_stages))
+                owner, tile, sequence = next_tile(shared, stage, phase)
+                if owner == Int32(NO_REQUEST):
+                    more = Int32(0)
+                else:
+                    scale = tile_scale(kernel, shared, stage, key)
+                    release(shared.key_empty + stage)
+                    if sequence != held:
+                        for request in cutlass.range(held + Int32(1), sequence + Int32(1), unroll=1):
+                            if request > Int32(0):  # those it has no product of are released as well, in order
+                                release(shared.query_empty + (request - Int32(1)) % Int32(shape.query_stages))
+                            await_query(shape, shared, request)
+                        held = sequence
+                        row, stride = row_places(config, shared, targets, owner)
+                    sync.wait_barrier(shared.sum_full + slot, slot_phase)
+                    tcgen05.fence_after()
+                    finish_product(
+                        kernel,
+                        shared,
+                        targets,
+                        lanes,
+                        chunk,
+                        slot,
+                        held % Int32(shape.query_stages),
+                        scale,
+                        tile * Int32(TILE) + key,
+                        row,
+                        stride,
+                        lane,
+                    )
             turn = turn - Int32(1)
             slot = slot + Int32(1)
             if slot == Int32(shape.accumulators):
@@ -264,7 +256,7 @@ def finish_product(
         ]
         for pair in cutlass.range_constexpr(0, count, 2):
             store_rows(
-                config, targets, logits[pair : pair + 2], start + at + pair, lengths, position, row, stride, lane, 1
+                config, targets, logits[pair : pair + 2], start + at + pair, lengths, position, row, stride, lane
             )
 
 
@@ -300,3 +292,41 @@ def sum_bf16(dots: Any, weights: Uint32) -> Float32:
             parts[i % 2] = numerics.fma_bf16x2(numerics.relu_bf16x2(low, high), four[i], parts[i % 2])
     both = numerics.add_bf16x2(parts[0], parts[1])
     return numerics.bf16_to_float(numerics.add_bf16(both, both >> Uint32(16)))
+
+
+# ------------------------------------------------------------------------------------------------- to memory
+
+
+@cute.jit
+def store_rows(
+    config: cutlass.Constexpr[Any],
+    targets: Any,
+    values: Any,
+    first_row: cutlass.Constexpr[int],
+    lengths: Uint32,
+    position: Int32,
+    row: Int64,
+    stride: Int64,
+    lane: Int32,
+) -> None:
+    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys."""
+    count = len(values)
+    word = logit_word(values[0], values[count - 1])
+    inside = []
+    best = keys.key16x2(word)
+    for i in cutlass.range_constexpr(count):
+        length = Int32(ptx.load_shared(lengths + Uint32(4 * (first_row + i))))
+        inside.append(length)
+        if position < length:
+            where = row + stride * Int64(first_row + i) + Int64(position)
+            ptx.store_u16(targets.logits + where * Int64(2), word >> Uint32(16 * i))
+        else:
+            best = best & Uint32(0xFFFF << (16 * (1 - i)))
+    if cutlass.const_expr(config.layout == "compact"):
+        for distance in cutlass.range_constexpr(3):
+            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, 1 << distance)))
+        if lane & Int32(GROUP - 1) == Int32(0):  # the first key of its group of 8
+            for i in cutlass.range_constexpr(count):
+                if position < inside[i]:
+                    where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
+                    ptx.store_u16(targets.tops + where * Int64(2), best >> Uint32(16 * i))

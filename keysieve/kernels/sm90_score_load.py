@@ -1,12 +1,8 @@
-"""Producers of the scorers: one warp streams key pages, one warp streams queries, weights and lengths.
+"""What the scorers' producers copy, and where to.
 
-What differs between the architectures, the kernel that is passed in knows: `boxes` (how a page lies in global and in
-shared memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage) and `put_weights` (the
-form in which its consumers read the head weights).
-
-The key warp looks 16 tiles ahead: each lane owns one page of the next batch, finds its request in the prefix table and
-loads its page id a whole batch before it is used, however short the requests are. A page id outside the pool is never
-handed to the copy engine; the page's scale words become NaN instead, so that its logits do.
+What differs between the kernels, the one that is passed in knows: `boxes` (how a page lies in global and in shared
+memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage), `put_weights` (the form in
+which its consumers read the head weights) and, where it has one, `widen_rows` (queries written by the warp itself).
 """
 
 from dataclasses import dataclass
@@ -17,10 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from keysieve.device import ptx, sync
-from keysieve.device.paged import page_in_pool, table_entry
-from keysieve.kernels import schedule, score_trace
-from keysieve.kernels.sharding import read_length
+from keysieve.device import ptx
 from keysieve.spec import PAGE, TILE
 
 BATCH = 16
@@ -57,113 +50,6 @@ class Boxes:
         return cute.make_composed_layout(
             self.swizzle(), 0, cute.make_layout((rows, self.row_bytes), stride=(self.row_bytes, 1))
         )
-
-
-@cute.jit
-def look_up(
-    shared: Any,
-    table: Int64,
-    table_stride: Int64,
-    pages: Int32,
-    flags: Int64,
-    requests: Int32,
-    tile: Int32,
-    last: Int32,
-    second: Int32,
-    near: Int32,
-) -> Any:
-    """(request, tile within it, page id or code) of global tile `tile`; `second` picks its second page.
-
-    near: a request at or before the tile's.
-    """
-    request = Int32(0)
-    within = Int32(0)
-    code = Int32(NO_PAGE)
-    if tile < last:
-        request = schedule.find_request(shared.prefix, requests, tile, near)
-        before, half = schedule.prefix_word(shared.prefix, request)
-        after = schedule.tiles_before(shared.prefix, request + Int32(1))
-        within = tile - before
-        unneeded = second * half * Int32(tile == after - Int32(1))
-        if unneeded == Int32(0):
-            code = ptx.load(table_entry(table, request, table_stride, within * Int32(2) + second), Int32)
-            if not page_in_pool(code, pages):
-                code = Int32(BAD_PAGE)
-                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_PAGE), "or")
-    return request, within, code
-
-
-@cute.jit
-def stream_keys(
-    kernel: cutlass.Constexpr[Any],
-    shared: Any,
-    key_copy: cute.CopyAtom,
-    key_pages: cute.Tensor,
-    table: Int64,
-    table_stride: Int64,
-    pages: Int32,
-    flags: Int64,
-    requests: Int32,
-    first: Int32,
-    last: Int32,
-) -> None:
-    """The key warp: tiles first..last-1 into the ring, in order, each with its descriptor (request, tile, sequence)."""
-    shape = kernel.shape
-    lane = cute.arch.lane_idx()
-    second = lane & Int32(1)
-    policy = ptx.l2_policy("evict_first")
-    source, target = page_views(kernel, shared, key_copy, key_pages)
-    stage = Int32(0)
-    phase = Int32(1)  # parity 1 passes on a fresh barrier
-    sequence = Int32(-1)
-    current = Int32(-1)
-    near = schedule.find_request_together(shared.prefix, requests, first, lane)
-    request, within, code = look_up(
-        shared, table, table_stride, pages, flags, requests, first + (lane >> Int32(1)), last, second, near
-    )
-    first_tile = cute.arch.shuffle_sync(within, Int32(0))
-    for begin in cutlass.range(first, last, BATCH, unroll=1):
-        ahead = begin + Int32(BATCH) + (lane >> Int32(1))
-        near = cute.arch.shuffle_sync(request, Int32(2 * BATCH - 1))
-        next_request, next_within, next_code = look_up(
-            shared, table, table_stride, pages, flags, requests, ahead, last, second, near
-        )
-        count = last - begin
-        if count > Int32(BATCH):
-            count = Int32(BATCH)
-        for index in cutlass.range(count, unroll=1):
-            owner = cute.arch.shuffle_sync(request, index * Int32(2))
-            tile = cute.arch.shuffle_sync(within, index * Int32(2))
-            codes = [
-                cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, index * Int32(2) + Int32(page)))
-                for page in range(PAGES_PER_TILE)
-            ]
-            sequence = sequence + Int32(owner != current)
-            current = owner
-            sync.wait_barrier(shared.key_empty + stage, phase)
-            nbytes = Int32(0)
-            for page in cutlass.range_constexpr(PAGES_PER_TILE):
-                nbytes = nbytes + Int32(codes[page] >= Int32(0)) * Int32(kernel.boxes.page_bytes)
-                if codes[page] == Int32(BAD_PAGE):
-                    spoil_scales(scale_words(kernel, shared, stage * PAGES_PER_TILE + page), lane)
-            with cute.arch.elect_one():
-                place = shared.descriptors + Uint32(stage) * Uint32(16)
-                ptx.store_shared_v4(place, Uint32(owner), Uint32(tile), Uint32(sequence), Uint32(0))
-                if nbytes > Int32(0):
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full + stage, nbytes)
-                else:  # no page of the tile is inside the pool
-                    cute.arch.mbarrier_arrive(shared.key_full + stage)
-            for page in cutlass.range_constexpr(PAGES_PER_TILE):
-                if codes[page] >= Int32(0):
-                    copy_page(kernel, shared, key_copy, source, target, codes[page], stage, page, policy)
-            score_trace.mark(kernel, shared, score_trace.COPYING, sequence == Int32(0) and tile == first_tile)
-            stage = stage + Int32(1)
-            if stage == Int32(shape.stages):
-                stage = Int32(0)
-                phase = phase ^ Int32(1)
-        request = next_request
-        within = next_within
-        code = next_code
 
 
 # Calls of the kernel's own methods stand in functions: inside a run-time loop the DSL would take the kernel for a value
@@ -216,60 +102,6 @@ def spoil_scales(words: Uint32, lane: Int32) -> None:
         ptx.store_shared(where, Uint32(NAN_WORD))
     ptx.fence_async_shared()
     cute.arch.sync_warp()
-
-
-@cute.jit
-def stream_queries(
-    kernel: cutlass.Constexpr[Any],
-    shared: Any,
-    row_copy: cute.CopyAtom,
-    query_rows: cute.Tensor,
-    weights: Int64,
-    lens: Any,
-    limit: Int32,
-    requests: Int32,
-    capacity: Int32,
-    first: Int32,
-    last: Int32,
-) -> None:
-    """The query warp: for every request with a tile in first..last-1, its queries, weights and usable lengths."""
-    config = kernel.config
-    shape = kernel.shape
-    lane = cute.arch.lane_idx()
-    source, target = row_views(kernel, shared, row_copy, query_rows)
-    request = schedule.find_request_together(shared.prefix, requests, first, lane)
-    stage = Int32(0)
-    phase = Int32(1)
-    more = Int32(1)
-    while more != Int32(0):
-        after = schedule.tiles_before(shared.prefix, request + Int32(1))
-        row = request * Int32(config.next_n)
-        sync.wait_barrier(shared.query_empty + stage, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, config.columns * kernel.boxes.row_bytes)
-        for part in cutlass.range_constexpr(config.next_n):
-            cute.copy(
-                row_copy,
-                source[(None, row + Int32(part))],
-                target[(None, part, stage)],
-                tma_bar_ptr=shared.query_full + stage,
-            )
-        put_weights(kernel, shared, weights, row, stage, lane)
-        if lane < Int32(config.next_n):
-            length = read_length(lens, Int64(row + lane) * Int64(4))
-            usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
-            where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
-            ptx.store_shared(where, Uint32(usable))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.query_full + stage)
-        stage = stage + Int32(1)
-        if stage == Int32(shape.query_stages):
-            stage = Int32(0)
-            phase = phase ^ Int32(1)
-        more = Int32(after < last)
-        if after < last:
-            request = schedule.find_request(shared.prefix, requests, after, request + Int32(1))
 
 
 def widen_rows(kernel: Any, shared: Any, words: Any, query: Any, row: Int32, stage: Int32, lane: Int32) -> None:

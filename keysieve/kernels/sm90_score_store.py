@@ -13,12 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import keys, numerics, ptx
-from keysieve.spec import GROUP
 
 KEY_LANES = (4, 8, 16)
 """Lane distances between the keys of a group of 8."""
-
-LOG2_GROUP = GROUP.bit_length() - 1
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
@@ -110,47 +107,3 @@ def store_tops(places: Places, best: list[Uint32], first: int, count: int, lengt
     top = best[0] >> (Uint32(half) * Uint32(16))
     place = places.top + places.top_pitch * Int64(first) + places.top_pitch * Int64(row)
     ptx.store_half_below(place, top, 0, places.group, wanted)
-
-
-def leads(lane: Int32, spread: int) -> Any:
-    """Does the lane hold the first key of its group of 8?"""
-    return lane < Int32(4) if spread == 4 else (lane & Int32(7 * spread)) == Int32(0)
-
-
-@cute.jit
-def store_rows(
-    config: cutlass.Constexpr[Any],
-    targets: Any,
-    values: Any,
-    first_row: cutlass.Constexpr[int],
-    lengths: Uint32,
-    position: Int32,
-    row: Int64,
-    stride: Int64,
-    lane: Int32,
-    spread: cutlass.Constexpr[int] = 4,
-) -> None:
-    """Store one or two rows' logits of this lane's key, and (compact) the largest key16 of its 8 keys.
-
-    spread: lanes from one key of a group of 8 to the next; 4 as warpgroup accumulators lie, 1 for one key a lane.
-    """
-    count = len(values)
-    word = logit_word(values[0], values[count - 1])
-    inside = []
-    best = keys.key16x2(word)
-    for i in cutlass.range_constexpr(count):
-        length = Int32(ptx.load_shared(lengths + Uint32(4 * (first_row + i))))
-        inside.append(length)
-        if position < length:
-            where = row + stride * Int64(first_row + i) + Int64(position)
-            ptx.store_u16(targets.logits + where * Int64(2), word >> Uint32(16 * i))
-        else:
-            best = best & Uint32(0xFFFF << (16 * (1 - i)))
-    if cutlass.const_expr(config.layout == "compact"):
-        for distance in cutlass.range_constexpr(3):
-            best = ptx.max_u16x2(best, Uint32(cute.arch.shuffle_sync_bfly(best, spread << distance)))
-        if leads(lane, spread):
-            for i in cutlass.range_constexpr(count):
-                if position < inside[i]:
-                    where = (row + stride * Int64(first_row + i) + Int64(position)) >> Int64(LOG2_GROUP)
-                    ptx.store_u16(targets.tops + where * Int64(2), best >> Uint32(16 * i))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from keysieve.compile.build import Built, build
+from keysieve.kernels.sm90_score_config import ORDERS
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
     KERNEL,
@@ -167,9 +168,32 @@ def test_arrival_counts_follow_from_the_roles() -> None:
         (1 + WARPS * GROUPS, shape.query_stages),  # query_empty: the commit; every epilogue warp
         (1, shape.accumulators),  # sum_full: the commit
         (WARPS, shape.accumulators),  # sum_empty: the warps of the group
+        (1, ORDERS),  # order_full: the key warp
+        (1, ORDERS),  # order_empty: the query warp
     ):
         wanted[arrivals] = wanted.get(arrivals, 0) + barriers
     assert counts == wanted
+
+
+@CASES
+def test_the_plan_barrier_has_every_warp_once(config: ScoreConfig, arch: str) -> None:
+    """With few requests: the key warp arrives and goes on, the query warp waits, the others wait; nobody else."""
+    text = compiled(config, arch).ptx
+    arrive = re.findall(r"\bbar(?:rier(?:\.cta)?)?\.arrive(?:\.aligned)?\s+(\S+),\s*(\S+);", text)
+    wait = re.findall(r"\bbar(?:rier(?:\.cta)?)?\.sync(?:\.aligned)?\s+(\S+),\s*(\S+);", text)
+    plan = [("1", str(THREADS))]
+    assert arrive == plan
+    assert [pair for pair in wait if pair[0] != "0"] == 2 * plan
+
+
+@CASES
+def test_who_makes_barriers_uses_them_first(config: ScoreConfig, arch: str) -> None:
+    """Orders may be given before the block meets: their barriers are made where the key ring's are, by the key warp."""
+    shape = shape_of(config)
+    own = 3 * shape.stages + 2 * ORDERS
+    pieces = [len(re.findall(r"mbarrier\.init\.", piece)) for piece in compiled(config, arch).ptx.split("elect.sync")]
+    assert own in pieces, "key ring and orders under one election"
+    assert 2 * shape.query_stages in pieces
 
 
 def disassembler() -> str | None:

@@ -7,7 +7,6 @@ What a lane computes is computed for as many lanes as asked for, one after anoth
 from __future__ import annotations
 
 import ast
-import contextlib
 import struct
 import threading
 from collections.abc import Callable
@@ -20,11 +19,11 @@ import numpy as np
 from sm100_unit import Unit
 
 import keysieve
-from keysieve.kernels import sm100_score_config, sm100_score_words
+from keysieve.kernels import sm90_score_config, sm100_score_config, sm100_score_words
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE, key16
 
 KERNELS = Path(keysieve.__file__).parent / "kernels"
-SHARED_FUNCTIONS = ("release", "row_places", "key_scale", "leads", "logit_word", "store_rows")
+SHARED_FUNCTIONS = ("release", "row_places", "key_scale", "logit_word", "next_tile")
 
 
 def rounded(value: Fraction, bits: int, least: int) -> Fraction:
@@ -132,7 +131,9 @@ class Ptx:
     def load(self, at: int, dtype: Any) -> Any:
         assert at % 4 == 0
         raw = bytes(self.unit.memory[at + i] for i in range(4))
-        return np.frombuffer(raw, np.float32)[0] if dtype == "float" else int.from_bytes(raw, "little")
+        if dtype == "float":
+            return np.frombuffer(raw, np.float32)[0]
+        return int.from_bytes(raw, "little", signed=dtype is signed)
 
     def load_u16(self, at: int) -> int:
         return self.unit.memory[at] | self.unit.memory[at + 1] << 8
@@ -146,8 +147,26 @@ class Ptx:
         low, high = (max(x, y) for x, y in zip(halves(a), halves(b), strict=True))
         return low | high << 16
 
+    def red_global(self, at: int, value: int, _what: str) -> None:
+        self.unit.memory[at] = self.unit.memory.get(at, 0) | value
+
+    def bulk_load(self, target: int, source: int, count: int, barriers: Any, _policy: Any) -> None:
+        assert target % 16 == source % 16 == count % 16 == 0
+
+        def copy() -> None:
+            self.unit.smem[target : target + count] = self.unit.global_bytes(source, count)
+            barriers.here.landed(count)
+
+        self.unit.submit_copy(copy)
+
     smem_addr = staticmethod(lambda barriers: barriers)
     fence_async_shared = staticmethod(lambda: None)
+    l2_policy = staticmethod(lambda _name: 0)
+
+
+def signed(value: Any) -> int:
+    """Int32: the number, or the signed number with the same 32 bits."""
+    return (int(value) + (1 << 31) & (1 << 32) - 1) - (1 << 31)
 
 
 def key16x2(word: int) -> int:
@@ -166,12 +185,17 @@ class Warp:
     def meet(self) -> None:
         self._barrier.wait()
 
-    def exchange(self, lane: int, value: Any, distance: int) -> Any:
+    def abort(self) -> None:
+        """Something failed: nobody needs to come any more."""
+        self._barrier.abort()
+
+    def gather(self, lane: int, value: Any) -> list[Any]:
+        """What every lane brought."""
         self._words[lane] = value
         self.meet()
-        other = self._words[lane ^ distance]
+        words = list(self._words)
         self.meet()
-        return other
+        return words
 
 
 class Lanes(threading.local):
@@ -182,7 +206,14 @@ class Lanes(threading.local):
 
     def __init__(self) -> None:
         self.meet: Any = lambda: None
-        self.exchange: Any = None
+        self.gather: Any = None
+
+    def join(self, warp: int, lane: int, together: Warp | None = None) -> None:
+        """Be this lane; together: its warp, where the lanes are threads."""
+        self.warp, self.lane = warp, lane
+        if together is not None:
+            self.meet = together.meet
+            self.gather = lambda value: together.gather(lane, value)
 
 
 class Tcgen05:
@@ -227,20 +258,58 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
     def wrap(bits: int) -> Any:
         return lambda value: int(value) & (1 << bits) - 1
 
-    def arrive(barriers: Any) -> None:
-        if here.lane == 0:  # one arrival a warp
-            barriers.here.arrive()
-
     def span(*bounds: int, **_options: Any) -> range:
         return range(*bounds)
+
+    def wait(barriers: Any, parity: int) -> None:
+        barriers.here.wait(parity)
+        here.meet()
+
+    def up(value: Any, distance: int, mask_and_clamp: int) -> Any:
+        assert mask_and_clamp == 0
+        return here.gather(value)[here.lane - distance if here.lane >= distance else here.lane]
+
+    def ballot(flag: Any) -> int:
+        return sum(bool(word) << lane for lane, word in enumerate(here.gather(flag)))
+
+    def redux(value: Any, what: str) -> int:
+        assert what == "add"
+        return sum(here.gather(value))
+
+    def barrier_arrive(barrier_id: int, number_of_threads: int) -> None:
+        assert (barrier_id, number_of_threads) == (1, 32 * unit.plan.warps)
+        here.meet()
+        if here.lane == 0:
+            unit.plan.arrive()
+
+    def barrier(**which: int) -> None:
+        barrier_arrive(**which)
+        unit.plan.wait()
+
+    def copy(_atom: Any, source: np.ndarray, target: int, tma_bar_ptr: Any, **_hints: Any) -> None:
+        def bring() -> None:
+            unit.copy_box(target, source)
+            tma_bar_ptr.here.landed(source.size)
+
+        if here.lane == 0:  # a tensor copy elects a lane itself
+            unit.submit_copy(bring)
 
     arch = SimpleNamespace(
         lane_idx=lambda: here.lane,
         make_warp_uniform=lambda value: value,
-        elect_one=contextlib.nullcontext,
+        elected=lambda: here.lane == 0,
         sync_warp=lambda: here.meet(),
-        mbarrier_arrive=arrive,
-        shuffle_sync_bfly=lambda value, distance: here.exchange(here.lane, value, distance),
+        mbarrier_arrive=lambda barriers: barriers.here.arrive(),
+        mbarrier_arrive_and_expect_tx=lambda barriers, count: barriers.here.arrive(count),
+        shuffle_sync_bfly=lambda value, distance: here.gather(value)[here.lane ^ distance],
+        shuffle_sync=lambda value, lane: here.gather(value)[lane],
+        shuffle_sync_up=up,
+        vote_ballot_sync=ballot,
+        warp_redux_sync=redux,
+        barrier=barrier,
+        barrier_arrive=barrier_arrive,
+        popc=int.bit_count,
+        clz=lambda value: 32 - int(value).bit_length(),
     )
     names = {name: getattr(sm100_score_config, name) for name in vars(sm100_score_config) if not name.startswith("__")}
     return {
@@ -251,26 +320,32 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         "TILE": TILE,
         "Any": Any,
         "cutlass": SimpleNamespace(
-            range=span, range_constexpr=range, const_expr=lambda value: value, Constexpr=Constexpr
+            range=span,
+            range_constexpr=range,
+            const_expr=lambda value: value,
+            select_=lambda condition, yes, no: yes if condition else no,
+            Constexpr=Constexpr,
         ),
-        "cute": SimpleNamespace(arch=arch),
-        "Int32": int,
+        "cute": SimpleNamespace(arch=arch, copy=copy),
+        "Int32": signed,
         "Int64": int,
         "Uint32": wrap(32),
         "Float32": "float",
         "numerics": Numerics,
         "ptx": Ptx(unit),
-        "sync": SimpleNamespace(wait_barrier=lambda barriers, parity: barriers.here.wait(parity)),
+        "sync": SimpleNamespace(wait_barrier=wait),
         "tcgen05": Tcgen05(unit, here),
         "words": sm100_score_words,
         "scale_offset": sm100_score_words.scale_offset,
         "keys": SimpleNamespace(key16x2=key16x2),
-        "LOG2_GROUP": GROUP.bit_length() - 1,
+        "NO_REQUEST": sm90_score_config.NO_REQUEST,
+        "ORDERS": sm90_score_config.ORDERS,
     }
 
 
 def functions(file: str, only: tuple[str, ...] | None = None, edits: tuple[tuple[str, str], ...] = ()) -> ast.Module:
-    """The file's functions and constants, without imports and decorators. edits: replacements in the source."""
+    """The file's functions, constants and plain classes, or those functions `only`, without imports and decorators.
+    edits: replacements in the source."""
     source = (KERNELS / file).read_text()
     for old, new in edits:
         if old in source:
@@ -281,6 +356,9 @@ def functions(file: str, only: tuple[str, ...] | None = None, edits: tuple[tuple
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
             if only is None or node.name in only:
+                body.append(node)
+        elif isinstance(node, ast.ClassDef):
+            if only is None and not node.decorator_list:
                 body.append(node)
         elif only is None and isinstance(node, ast.Assign | ast.Assert):
             body.append(node)
@@ -293,15 +371,79 @@ def device_code(unit: Unit, here: Lanes, edits: tuple[tuple[str, str], ...] = ()
     shared = [(path.name, SHARED_FUNCTIONS) for path in sorted(KERNELS.glob("sm90_score_*.py"))]
     shared.append(("schedule.py", ("tiles_before",)))
     for file, only in (*shared, ("sm100_score_feed.py", None), ("sm100_score_math.py", None)):
-        tree = ast.fix_missing_locations(_Floats().visit(functions(file, only, edits)))
-        exec(compile(tree, file, "exec"), names)
+        execute(functions(file, only, edits), file, names)
     names["schedule"] = SimpleNamespace(tiles_before=names["tiles_before"])
     assert set(SHARED_FUNCTIONS) <= set(names), "a function shared with Hopper has moved"
     return names
 
 
-class _Floats(ast.NodeTransformer):
-    """`Float32(x)` is a number, `Float32` as an argument a type; both names are bound to one string, so calls go."""
+PRODUCERS = (
+    ("../device/paged.py", None),
+    ("../device/scan.py", ("warp_inclusive", "warp_sum")),
+    ("sharding.py", None),
+    ("flags.py", None),
+    ("schedule.py", None),
+    ("schedule_homes.py", None),
+    ("sm90_score_load.py", None),
+    ("sm90_score_feed.py", None),
+)
+METHODS = ("copy_page", "scale_words", "put_weights")
+
+
+class ByNumber:
+    """What a tensor copy is told: box number `n` of a tensor is `tensor[(None, n)]`."""
+
+    def __init__(self, box: Callable[..., Any]) -> None:
+        self.box = box
+
+    def __getitem__(self, numbers: tuple[Any, ...]) -> Any:
+        assert numbers[0] is None
+        return self.box(*numbers[1:])
+
+
+def producer_code(unit: Unit, here: Lanes, edits: tuple[tuple[str, str], ...] = ()) -> dict[str, Any]:
+    """The functions of the two producer warps, which Hopper's scorer runs as well, by name."""
+    names = bindings(unit, here)
+    for file, only in PRODUCERS:
+        execute(functions(file, only, edits), file, names)
+    names["scan"] = names["schedule"] = names["homes"] = SimpleNamespace(**names)  # what the modules call one another
+    names["score_trace"] = SimpleNamespace(mark=print_nothing, mark_first=print_nothing, COPYING=0, PLANNED=0)
+    return names
+
+
+def print_nothing(*_args: Any) -> None:
+    """Marks are for builds that are traced."""
+
+
+def methods(unit: Unit, here: Lanes, feed: dict[str, Any], edits: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """What the Blackwell kernel does for the producers. feed: functions of `sm100_score_feed`."""
+    source = (KERNELS / "sm100_score.py").read_text()
+    for old, new in edits:
+        source = source.replace(old, new)
+    (kernel,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "ScoreKernel"]
+    body = [node for node in kernel.body if isinstance(node, ast.FunctionDef) and node.name in METHODS]
+    names = bindings(unit, here)
+    execute(functions("../device/paged.py", ("page_base",)), "paged.py", names)
+    execute(ast.Module(body, []), "sm100_score.py", names)
+    names["sm100_score_feed"] = SimpleNamespace(**feed)
+    return {name: names[name] for name in METHODS}
+
+
+def execute(module: ast.Module, file: str, names: dict[str, Any]) -> None:
+    """Define the module's functions in `names`."""
+    tree = ast.fix_missing_locations(_Plain().visit(module))
+    exec(compile(tree, file, "exec"), names)
+
+
+class _Plain(ast.NodeTransformer):
+    """`Float32(x)` is a number, `Float32` as an argument a type; both names are bound to one string, so calls go. The
+    body of an election is one lane's."""
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        self.generic_visit(node)
+        assert len(node.items) == 1
+        assert ast.unparse(node.items[0].context_expr) == "cute.arch.elect_one()"
+        return ast.If(ast.parse("cute.arch.elected()", mode="eval").body, node.body, [])
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

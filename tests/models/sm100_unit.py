@@ -2,7 +2,8 @@
 
 Shared memory is bytes; tensor memory is 128 lanes of 512 columns, kept as exact numbers (float64; a float32 is made of
 them when they are read) or as 32-bit words (scales). Operations of the matrix unit go through a queue that a thread of
-its own works off, in order and late; a commit arrives on its barrier when it comes out of the queue.
+its own works off, in order and late; a commit arrives on its barrier when it comes out of the queue. Copies have a
+thread as well, which takes those that wait in any order.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def swizzle(address: int, mode: int) -> int:
 
 
 class Barrier:
-    """An mbarrier: `count` arrivals complete a phase. A wait for parity p passes when the current phase has the other
-    parity: right while the waiter is at most one phase behind, wrong beyond."""
+    """An mbarrier: `count` arrivals, and the bytes that they announced, complete a phase. A wait for parity p passes
+    when the current phase has the other parity: right while the waiter is at most one phase behind, wrong beyond."""
 
     changed = threading.Condition()
     given_up = False
@@ -55,15 +56,27 @@ class Barrier:
     def __init__(self, count: int) -> None:
         self.count = self.pending = count
         self.phase = 0
+        self.bytes = 0
 
-    def arrive(self) -> None:
+    def arrive(self, announced: int = 0) -> None:
         with Barrier.changed:
+            self.bytes += announced
             self.pending -= 1
             assert self.pending >= 0
-            if self.pending == 0:
-                self.phase += 1
-                self.pending = self.count
-                Barrier.changed.notify_all()
+            self._settle()
+
+    def landed(self, count: int) -> None:
+        """`count` bytes of a copy have arrived."""
+        with Barrier.changed:
+            self.bytes -= count
+            assert self.bytes >= 0, "more bytes than were announced"
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.pending == self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            Barrier.changed.notify_all()
 
     def wait(self, parity: int) -> None:
         with Barrier.changed:
@@ -77,6 +90,25 @@ class Barrier:
         with cls.changed:
             cls.given_up = True
             cls.changed.notify_all()
+
+
+class NamedBarrier:
+    """Where a block's warps meet; a warp that only arrives does not wait."""
+
+    def __init__(self, warps: int) -> None:
+        self.warps = self.missing = warps
+
+    def arrive(self) -> None:
+        with Barrier.changed:
+            self.missing -= 1
+            assert self.missing >= 0, "more warps than the barrier has"
+            Barrier.changed.notify_all()
+
+    def wait(self) -> None:
+        with Barrier.changed:
+            done = Barrier.changed.wait_for(lambda: Barrier.given_up or self.missing == 0, DEADLINE)
+            if not done or Barrier.given_up:
+                raise TimeoutError(f"{self.missing} of {self.warps} warps have not come")
 
 
 @dataclass(frozen=True)
@@ -109,28 +141,53 @@ class Unit:
         self.failures: list[BaseException] = []
         Barrier.given_up = False
         self.counts: dict[str, int] = defaultdict(int)
+        self.plan = NamedBarrier(0)
+        self.pool = (0, 1, np.empty((0, 0), np.uint8))
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._copies: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._work, self._copy)]
+        for thread in self._threads:
+            thread.start()
 
     # --- the engines ------------------------------------------------------------------------------------------------
 
     def submit(self, operation) -> None:
         self._queue.put(operation)
 
+    def submit_copy(self, operation) -> None:
+        self._copies.put(operation)
+
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(DEADLINE)
+        self._copies.put(None)
+        for thread in self._threads:
+            thread.join(DEADLINE)
 
     def _work(self) -> None:
         while (operation := self._queue.get()) is not None:
             if self.random.random() < 0.1:
                 time.sleep(self.random.random() * 0.002)
-            try:
-                operation()
-            except BaseException as failure:
-                self.failures.append(failure)
-                Barrier.give_up()
+            self._try(operation)
+
+    def _copy(self) -> None:
+        draw = random.Random(self.random.random())
+        ended, waiting = False, []
+        while not ended or waiting:
+            while not ended and (not waiting or not self._copies.empty()):
+                operation = self._copies.get()
+                ended = operation is None
+                waiting += [] if ended else [operation]
+            if waiting:
+                if draw.random() < 0.1:
+                    time.sleep(draw.random() * 0.002)
+                self._try(waiting.pop(draw.randrange(len(waiting))))
+
+    def _try(self, operation) -> None:
+        try:
+            operation()
+        except BaseException as failure:
+            self.failures.append(failure)
+            Barrier.give_up()
 
     # --- the copy engine --------------------------------------------------------------------------------------------
 
@@ -142,6 +199,14 @@ class Unit:
         for at in range(0, rows.size, 16):
             place = swizzle(target + at, mode)
             self.smem[place : place + 16] = rows.reshape(-1)[at : at + 16]
+
+    def global_bytes(self, at: int, count: int) -> np.ndarray:
+        """Bytes of the page pool: (address, bytes between pages, uint8 [pages, bytes])."""
+        first, stride, pages = self.pool
+        page, within = divmod(at - first, stride)
+        assert 0 <= page < len(pages)
+        assert within + count <= pages.shape[1]
+        return pages[page, within : within + count]
 
     # --- the matrix unit --------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sm100_block import EVERY_LANE, Case, Device, by_reference, expected, make_case, name
 from sm100_source import KERNELS
-from test_sm100_kernel import EVERY_LANE, Case, Device, by_reference, expected, make_case, name
 
 from keysieve.kernels.sm100_score_config import ScoreConfig, shape_of
 from keysieve.spec import CANONICAL_NAN, PAGE, TILE
@@ -25,7 +25,7 @@ def case_with_nan(config: ScoreConfig) -> tuple[Case, set[int]]:
     case = make_case(config, (1,), seed=11)
     case.lengths[:] = TILE - np.arange(config.next_n)
     form = config.format
-    first, second = case.pages[0], case.pages[1]
+    first, second = (case.pages[page] for page in case.table[0])
     if config.key_format == "mxfp4":
         first[form.scale_offset + 4 * 5 + 2] = 255  # key 5, its third block
         second[form.scale_offset + 4 * 9] = 255
