@@ -267,13 +267,14 @@ class ScoreKernel(Frame):
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
                     cute.arch.mbarrier_init(shared.key_empty + stage, 4)
+                # This warp orders queries before anything has made it wait for the query warp.
+                for slot in cutlass.range_constexpr(ORDERS):
+                    cute.arch.mbarrier_init(shared.order_full + slot, 1)
+                    cute.arch.mbarrier_init(shared.order_empty + slot, 1)
             cute.arch.mbarrier_init_fence()
         if warp == self.query_warp:
             self.prefetch_rows(row_copy)
             with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(ORDERS):
-                    cute.arch.mbarrier_init(shared.order_full + slot, 1)
-                    cute.arch.mbarrier_init(shared.order_empty + slot, 1)
                 for stage in cutlass.range_constexpr(shape.query_stages):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
