@@ -10,6 +10,57 @@ from keysieve.device import ptx
 from keysieve.kernels import schedule
 
 
+class Work:
+    """What a step asks of a scorer, as one argument of its kernel: device byte addresses (0 where unused) and numbers.
+
+    page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of pitched
+    logits. tops: for pitched logits, which have none, the sharding word in their place. pages: of the pool. limit:
+    longest usable length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact
+    buffer holds for every row of a request.
+    """
+
+    def __init__(
+        self,
+        weights: Int64,
+        lens: Int64,
+        table: Int64,
+        logits: Int64,
+        tops: Int64,
+        starts: Int64,
+        flags: Int64,
+        page_stride: Int64,
+        table_stride: Int64,
+        pitch: Int64,
+        pages: Int32,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+    ) -> None:
+        self.weights = weights
+        self.lens = lens
+        self.table = table
+        self.logits = logits
+        self.tops = tops
+        self.starts = starts
+        self.flags = flags
+        self.page_stride = page_stride
+        self.table_stride = table_stride
+        self.pitch = pitch
+        self.pages = pages
+        self.requests = requests
+        self.limit = limit
+        self.skip = skip
+        self.capacity = capacity
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return [value for number in vars(self).values() for value in cutlass.extract_mlir_values(number)]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> "Work":
+        numbers = zip(vars(self).values(), values, strict=True)
+        return Work(*(cutlass.new_from_mlir_values(number, [value]) for number, value in numbers))
+
+
 class Frame:
     """Base of a scorer kernel. config, shape: its configuration and cut.
 

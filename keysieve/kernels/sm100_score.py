@@ -40,7 +40,7 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import ptx, tcgen05
 from keysieve.device.paged import page_base
 from keysieve.kernels import schedule, sm100_score_feed
-from keysieve.kernels.score_frame import Frame
+from keysieve.kernels.score_frame import Frame, Work
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ORDERS
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_load import Boxes
@@ -150,14 +150,8 @@ class ScoreKernel(Frame):
         use_pdl: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. words: address of the queries' scale words (MXFP4, else 0); then as the Hopper scorer's entry.
-
-        Addresses are device byte addresses (0 where unused). page_stride: bytes between pages. table_stride: entries
-        between table rows. pitch: elements between rows of pitched logits. pages: of the pool. limit: longest usable
-        length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact buffer
-        holds for every row of a request. blocks: the grid.
-        tops: for pitched logits, which have none, the sharding word in their place.
-        """
+        """Launch. words: address of the queries' scale words (MXFP4, else 0). keys, query: addresses of the pool and of the
+        queries' codes. blocks: the grid. For the others see `Work`, for what they point to `sm90_score_host`."""
         config, boxes = self.config, self.boxes
         width = config.row_bytes
         pool = cute.make_tensor(
@@ -181,21 +175,23 @@ class ScoreKernel(Frame):
             query_rows,
             words,
             keys,
-            weights,
-            lens,
-            table,
-            logits,
-            tops,
-            starts,
-            flags,
-            page_stride,
-            table_stride,
-            pitch,
-            pages,
-            requests,
-            limit,
-            skip,
-            capacity,
+            Work(
+                weights,
+                lens,
+                table,
+                logits,
+                tops,
+                starts,
+                flags,
+                page_stride,
+                table_stride,
+                pitch,
+                pages,
+                requests,
+                limit,
+                skip,
+                capacity,
+            ),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.shape.threads, 1, 1),
@@ -213,21 +209,7 @@ class ScoreKernel(Frame):
         query_rows: cute.Tensor,
         words: Int64,
         keys: Int64,
-        weights: Int64,
-        lens: Int64,
-        table: Int64,
-        logits: Int64,
-        tops: Int64,
-        starts: Int64,
-        flags: Int64,
-        page_stride: Int64,
-        table_stride: Int64,
-        pitch: Int64,
-        pages: Int32,
-        requests: Int32,
-        limit: Int32,
-        skip: Int32,
-        capacity: Int32,
+        work: Work,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -235,33 +217,36 @@ class ScoreKernel(Frame):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
         scale_source = keys + Int64(self.config.format.scale_offset)
-        shared = Shared(base, self.places, self.shape, scale_source, page_stride, words)
+        shared = Shared(base, self.places, self.shape, scale_source, work.page_stride, words)
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
-        lengths = schedule.lengths_of(self.config.layout, lens, tops)
-        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))  # the key warp plans, and others wait for it
+        lengths = schedule.lengths_of(self.config.layout, work.lens, work.tops)
+        # The key warp plans for few requests while it sends for keys, and the others wait for it.
+        led = Int32(work.requests <= Int32(schedule.few(self.config.next_n)))
         if led == Int32(0):
-            self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
+            self.plan_many(shared, lengths, work.flags, work.requests, work.limit, work.skip, thread, block)
         if warp == Int32(KEY_WARP):
             raw = Int32(0)
             page = Int32(0)
             if led != Int32(0):
-                raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks)
+                raw, page = ask_ahead(
+                    self, lengths, work.table, work.table_stride, work.requests, work.limit, block, blocks
+                )
             stream_keys(
                 self,
                 shared,
                 key_copy,
                 key_pages,
-                table,
-                table_stride,
-                pages,
-                flags,
+                work.table,
+                work.table_stride,
+                work.pages,
+                work.flags,
                 lengths,
-                requests,
-                limit,
-                skip,
-                capacity,
+                work.requests,
+                work.limit,
+                work.skip,
+                work.capacity,
                 block,
                 blocks,
                 raw,
@@ -269,21 +254,31 @@ class ScoreKernel(Frame):
             )
         elif warp == Int32(QUERY_WARP):
             stream_queries(
-                self, shared, row_copy, query_rows, weights, lengths, limit, requests, capacity, block, blocks
+                self,
+                shared,
+                row_copy,
+                query_rows,
+                work.weights,
+                lengths,
+                work.limit,
+                work.requests,
+                work.capacity,
+                block,
+                blocks,
             )
         else:
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=self.shape.threads)
             if warp < Int32(KEY_WARP):
-                finish(self, shared, Targets(logits, tops, pitch), thread)
+                finish(self, shared, Targets(work.logits, work.tops, work.pitch), thread)
             if warp == Int32(MATRIX_WARP):
                 multiply(self, shared)
             if warp == Int32(SETUP_WARP):
                 if cutlass.const_expr(not self.config.format.is_fp8):
                     sm100_score_feed.arrange_key_scales(self, shared)
                 if block == Int32(0):
-                    total = schedule.tiles_before(shared.prefix, requests)
-                    self.report(shared, starts, flags, requests, capacity, total)
+                    total = schedule.tiles_before(shared.prefix, work.requests)
+                    self.report(shared, work.starts, work.flags, work.requests, work.capacity, total)
         self.end(shared, warp)
 
     @cute.jit
