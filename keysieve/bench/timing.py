@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from keysieve.checks import KeysieveError
+from keysieve.checks import refuse
 
 MIN_ITERATIONS = 12
 MIN_REPLAYS = 9
@@ -110,7 +110,7 @@ def _replay(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, count: int) 
 def summarise(samples: list[float], iterations: int, cached: bool) -> Timing:
     """Median, least and most of per-iteration times in microseconds."""
     if len(samples) < MIN_REPLAYS:
-        raise KeysieveError(f"samples: got {len(samples)}; accepted: at least {MIN_REPLAYS}. Replay more often.")
+        refuse("samples", got=len(samples), accepted=f"at least {MIN_REPLAYS}", remedy="Replay more often.")
     return Timing(statistics.median(samples), min(samples), max(samples), iterations, len(samples), cached)
 
 
@@ -190,12 +190,10 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.exact is not True:
-            raise KeysieveError(
-                f"exact: got {self.exact!r}; accepted: True. A measurement counts only beside a green exactness gate "
-                "in the same run: fix what is wrong first."
-            )
+            remedy = "A measurement counts only beside a green exactness gate in the same run: fix what is wrong first."
+            refuse("exact", got=repr(self.exact), accepted="True", remedy=remedy)
         if self.op not in OPS:
-            raise KeysieveError(f"op: got {self.op!r}; accepted: {', '.join(OPS)}. Name what was measured.")
+            refuse("op", got=repr(self.op), accepted=", ".join(OPS), remedy="Name what was measured.")
 
     def line(self) -> str:
         """The JSON line."""
@@ -206,7 +204,7 @@ class Record:
             line[name] = round(line[name], 3)
         overlap = set(extra) & set(line)
         if overlap:
-            raise KeysieveError(f"extra: got {sorted(overlap)}; accepted: names that are no fields. Rename them.")
+            refuse("extra", got=sorted(overlap), accepted="names that are no fields", remedy="Rename them.")
         return json.dumps(line | extra)
 
 

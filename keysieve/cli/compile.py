@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from keysieve import compile as kernel_compile
-from keysieve.checks import KeysieveError, require_choice
+from keysieve.checks import refuse, require_choice
 from keysieve.compile import parallel, store, versions
 from keysieve.kernels.base import ARCHS, Kernel
 
@@ -53,9 +53,8 @@ def filters(settings: list[str]) -> dict[str, set[str]]:
     for setting in settings:
         name, equals, values = setting.partition("=")
         if not equals or not name or not values:
-            raise KeysieveError(
-                f"--set: got {setting!r}; accepted: option=value[,value...]. Name an option of a kernel."
-            )
+            remedy = "Name an option of a kernel."
+            refuse("--set", got=repr(setting), accepted="option=value[,value...]", remedy=remedy)
         wanted.setdefault(name, set()).update(values.split(","))
     return wanted
 

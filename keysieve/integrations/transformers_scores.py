@@ -81,7 +81,10 @@ class _Deferred:
         for operand in args:
             if isinstance(operand, _Deferred):
                 return operand._in_torch(name, args, kwargs or {})
-        raise UnsupportedError(f"keysieve: {name} was called with a stand-in where no operand was expected.")
+        got = f"torch.{name} with the indexer's keys or scores where no operand was expected"
+        raise UnsupportedError(
+            message("indexer", got=got, accepted=EXPRESSION, remedy="Do not patch this model: its indexer is another.")
+        )
 
     def _in_torch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``torch.<name>(*args, **kwargs)`` gives when this object is among the arguments."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from keysieve.api import topk
-from keysieve.checks import KeysieveError, refuse
+from keysieve.checks import refuse
 from keysieve.compat import deep_gemm
 from keysieve.reference.dcp_maps import global_positions
 from keysieve.reference.keys import canonicalize_
@@ -198,9 +198,12 @@ def _merge(original: Any, module: Any) -> Any:
 
 def _unsupported(what: str) -> Any:
     def refuse_it(*_args: Any, **_kwargs: Any) -> None:
-        raise KeysieveError(
-            f"{what}: got a call; accepted: none while vLLM's indexer is patched. Run it without "
-            "keysieve.integrations.vllm.patch(), or with keysieve.DecodeIndexer(dcp=...) in its place."
+        refuse(
+            what,
+            got="a call",
+            accepted="none while vLLM's indexer is patched",
+            remedy="Run it without keysieve.integrations.vllm.patch(), or with keysieve.DecodeIndexer(dcp=...) in its "
+            "place.",
         )
 
     return refuse_it

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from keysieve.kernels import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +33,32 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_error_table_is_current() -> None:
     assert run(sys.executable, "tools/error_table.py", "--check").returncode == 0, "run tools/error_table.py"
+
+
+def test_no_refusal_goes_past_the_table() -> None:
+    """Whatever raises a refusal makes its text by `refuse` or `message`, from which the table is made."""
+    past = []
+    gates = ("bench/local_topk.py", "bench/select.py")  # they say that a result was wrong, which nobody can remedy
+    for path in sorted((ROOT / "keysieve").rglob("*.py")):
+        if path.as_posix().endswith(gates):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("KeysieveError", "UnsupportedError"):
+                constants = [part.value for part in ast.walk(call) if isinstance(part, ast.Constant)]
+                if (
+                    any(isinstance(value, str) for value in constants)
+                    and "message" not in ast.unparse(call)
+                    and "join" not in ast.unparse(call)
+                ):
+                    past.append(f"{path.name}:{node.lineno}")
+    assert past == []
+
+
+def test_every_report_of_a_device_has_its_remedy() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for text in (*flags.TEXTS.values(), "is beyond the", "is outside the", "index_table column"):
+        assert re.search(rf"^\| `[^|]*{re.escape(text)}[^|]* \| \S.* \|$", page, re.MULTILINE), text
 
 
 def test_an_error_that_is_not_in_the_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
