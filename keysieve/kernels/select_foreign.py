@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from keysieve.device import packed, ptx
+from keysieve.device import keys, packed, ptx
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 ABSENT = 0x7FFF
@@ -23,6 +23,12 @@ ABSENT = 0x7FFF
 def is_whole(group: Int32, head: Int32, end: Int32) -> Any:
     """Do all eight keys of the group exist?"""
     return group * Int32(8) >= head and group * Int32(8) + Int32(8) <= end
+
+
+@cute.jit
+def has_edges(head: Int32, end: Int32) -> Any:
+    """Does the row begin or end inside a 16-byte vector? The same in all threads."""
+    return (head | (end & Int32(7))) != Int32(0)
 
 
 @cute.jit
@@ -50,10 +56,36 @@ def store_edge(base: Uint32, edge: Uint32, thread: Int32, config: cutlass.Conste
 def show_edge(
     base: Uint32, edge: Uint32, done: Boolean, thread: Int32, config: cutlass.Constexpr[SelectConfig]
 ) -> None:
-    """`store_edge` and its barrier, unless `fill_tops` has `done` it."""
+    """`store_edge` and its barrier, unless that is `done`: by `fill_tops`, or because the row has no edge groups."""
     if not done:
         store_edge(base, edge, thread, config)
         cute.arch.sync_threads()
+
+
+@cute.jit
+def settle_nans(high: Uint32, words: Any, bits: cutlass.Constexpr[int], thread: Int32) -> Any:
+    """After all keys were counted by their upper `bits` bits at `high`: NaNs, which `key16x2_fast` took for the largest
+    of all keys, become what they are, in the registers and in the histogram. Nothing else falls into the last bin, so
+    rows without NaNs pay for one look at it. Begins with a block barrier; another must follow before the bins are read.
+    """
+    last = high + Uint32((4 << bits) - 4)
+    cute.arch.sync_threads()
+    nans = ptx.load_shared(last)
+    if nans != Uint32(0):
+        for index in cutlass.range_constexpr(len(words)):
+            low = keys.low16(words[index])
+            upper = keys.high16(words[index])
+            if low == Uint32(packed.KEY16_NAN_PLUS):
+                low = Uint32(packed.KEY16_NAN)
+            if upper == Uint32(packed.KEY16_NAN_PLUS):
+                upper = Uint32(packed.KEY16_NAN)
+            words[index] = keys.pack16(low, upper)
+        cute.arch.sync_threads()  # everybody has looked
+        if thread == Int32(0):
+            place = high + Uint32(4 * (packed.KEY16_NAN >> (16 - bits)))
+            ptx.store_shared(place, ptx.load_shared(place) + nans)
+            ptx.store_shared(last, Uint32(0))
+    return words
 
 
 @cute.jit

@@ -105,11 +105,12 @@ def settle_keys(
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """key16 of this thread's vectors from what `issue_keys` returned, 0 where no key is."""
+    """key16 of this thread's vectors from what `issue_keys` returned, 0 where no key is; of foreign NaNs the largest
+    number, for `settle_nans` to find."""
     rounds = rounds_of(count, config)
     index = first_index(rounds, thread)
     if cutlass.const_expr(not config.maxima):
-        foreign.show_edge(base, edge, listed, thread, config)
+        foreign.show_edge(base, edge, listed or not foreign.has_edges(head, end), thread, config)
     for step in cutlass.range_constexpr(VECTORS):
         if has_round(step, index, count, rounds, thread):
             whole = foreign.is_whole(groups[step], head, end)
@@ -121,9 +122,8 @@ def settle_keys(
                     loaded = foreign.edge_words(base, groups[step], config)
                     for word in cutlass.range_constexpr(4):
                         words[4 * step + word] = loaded[word]
-                loaded = packed.foreign_key16x8(words[4 * step : 4 * step + 4])
-                for word in cutlass.range_constexpr(4):
-                    words[4 * step + word] = loaded[word]
+                for word in cutlass.range_constexpr(4):  # NaNs are left to `settle_nans`
+                    words[4 * step + word] = packed.key16x2_fast(packed.settle_bf16x2(words[4 * step + word]))
             if not whole:  # an edge group, or none
                 for word in cutlass.range_constexpr(4):
                     inside = packed.inside_mask(groups[step] * Int32(8) + Int32(2 * word), head, end)
@@ -153,6 +153,8 @@ def find_keys(
     for step in cutlass.range_constexpr(VECTORS):
         if Int32(step) < rounds and first + Int32(32 * step) < count:
             steps.count_high(base + Uint32(shared.high[1]), words[4 * step : 4 * step + 4], bits)
+    if cutlass.const_expr(not config.maxima):
+        words = foreign.settle_nans(base + Uint32(shared.high[1]), words, bits, thread)
     steps.mark(base, thread, 7, config)
     digit, above, my_above, _inside = steps.find_high(base, k, thread, rank, active, config, 1)
     steps.mark(base, thread, 8, config)

@@ -29,6 +29,9 @@ Keys: TypeAlias = NDArray[np.uint16]
 Indices: TypeAlias = NDArray[np.int64]
 
 GROUP = 8
+NAN = 0x003F
+"""key16 of every NaN."""
+
 HIGH_BITS = 11
 TOP_BITS = 12
 """Bits of the first digit: among keys, and among the maxima of a row that one block works on."""
@@ -47,6 +50,25 @@ def key16_of_bits(bits: Keys) -> Keys:
     bits = np.where((bits & 0x7FFF) > 0x7F80, np.uint16(0xFFC0), bits)
     bits = np.where(bits == 0x8000, np.uint16(0), bits)
     return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.uint16)
+
+
+def fast_key16_of_bits(bits: Keys) -> Keys:
+    """What the kernel has of arbitrary BF16 bits before it has looked for NaNs: `x * 1 + 0` turns -0 into +0 and every
+    NaN into 0x7FFF, the key16 of which is the largest number there is."""
+    bits = np.where((bits & 0x7FFF) > 0x7F80, np.uint16(0x7FFF), bits)
+    bits = np.where(bits == 0x8000, np.uint16(0), bits)
+    return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.uint16)
+
+
+def settle_nans(keys: Keys, counts: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
+    """Keys of `fast_key16_of_bits` and their histogram by upper bits, with NaNs where they belong: whatever
+    is in the last bin is a NaN, so one look at that bin tells whether there is anything to do."""
+    if counts[-1] == 0:
+        return keys, counts
+    counts = counts.copy()
+    counts[NAN >> (16 - HIGH_BITS)] += counts[-1]
+    counts[-1] = 0
+    return np.where(keys == 0xFFFF, np.uint16(NAN), keys).astype(np.uint16), counts
 
 
 def _crossing(counts: NDArray[np.int64], want: int) -> tuple[int, int]:

@@ -115,6 +115,20 @@ def test_key16_orders_like_the_values(bits: list[int]) -> None:
     assert ((clean[:, None] == clean[None, :]) == (order[:, None] == order[None, :])).all()
 
 
+SPECIAL_BITS = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0xFFC0, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
+
+
+@given(bits=st.lists(st.integers(0, 0xFFFF) | st.sampled_from(SPECIAL_BITS), min_size=1, max_size=50))
+def test_nans_are_settled_after_counting(bits: list[int]) -> None:
+    words = np.array(bits, np.uint16)
+    shift = 16 - model.HIGH_BITS
+    raw, wanted = model.fast_key16_of_bits(words), model.key16_of_bits(words)
+    count = lambda keys: np.bincount(keys >> shift, minlength=1 << model.HIGH_BITS)  # noqa: E731  # used twice, below
+    keys, counts = model.settle_nans(raw, count(raw))
+    assert keys.tolist() == wanted.tolist()
+    assert counts.tolist() == count(wanted).tolist()
+
+
 def test_row_starts_of_the_compact_layout() -> None:
     lengths = np.array([5000, 100, 0, 0, 2048, 2049, -3, 300], np.int64)
     starts = model.row_starts(lengths, 2, 2048)
