@@ -73,6 +73,7 @@ class Select:
         release: Int32,
         scored: Int32,
         overlap: Int32,
+        shared: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Addresses are byte addresses (0: absent), strides and pitch are in elements.
@@ -86,7 +87,8 @@ class Select:
         programmatic chain start early. scored (select): 0, or with starts = 0 the limit of lengths that the scorer
         counted tiles with, which says besides that the lengths were complete before the kernel in front (that scorer)
         started: they are then read before the grid dependency. overlap: 1 launches this kernel so that it may start
-        early.
+        early. shared: bytes of shared memory a block is given, at least the configuration's; more than half of an SM's
+        keeps other blocks off the SM.
         """
         kind = "select" if self.config.maxima else "topk"
         self.kernel.set_name_prefix(f"{kind}_k{self.config.k_class}_c{self.config.cluster}_t{self.config.threads}")
@@ -98,7 +100,7 @@ class Select:
             grid=(rows * Int32(self.config.cluster), 1, 1),
             block=(self.config.threads, 1, 1),
             cluster=None if self.config.cluster == 1 else (self.config.cluster, 1, 1),
-            smem=self.config.shared_bytes,
+            smem=shared,
             stream=stream,
             use_pdl=overlap,
         )  # fmt: skip
@@ -242,7 +244,7 @@ def _build(config: SelectConfig) -> tuple[Any, tuple[Any, ...]]:
     i64, i32 = Int64(0), Int32(1)
     args = (
         i64, i64, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i64, i64, i32, i32, i64, i64, i64, i64, i64, i64,
-        i32, i32, i32, make_fake_stream(),
+        i32, i32, i32, i32, make_fake_stream(),
     )  # fmt: skip
     return Select(config).__call__, args
 

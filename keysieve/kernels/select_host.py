@@ -20,6 +20,9 @@ NO_LIMIT = 2**31 - 1
 SOLO_KEYS = 8192
 """Rows up to this many keys are one block's work: sharing them costs more than it saves."""
 
+SPREAD_BYTES = 116 * 1024
+"""Shared memory of which an SM of Hopper or Blackwell (228 KB) holds one block's share, not two."""
+
 PAIR_KEYS = 131072
 """With given maxima, rows up to this many keys are not worth two blocks either, unless two small ones hold all keys."""
 
@@ -52,6 +55,17 @@ def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> Selec
     if part > small.topped_keys or (cluster == 1 and not maxima and part > 8 * small.held_groups):
         return large
     return small
+
+
+def shared_for(config: SelectConfig, rows: int, sms: int, chained: bool) -> int:
+    """Bytes of shared memory a block is given.
+
+    A chained kernel's blocks start as soon as the scorer leaves an SM, and the hardware puts as many as fit on the
+    first SMs that are free: two share one while others idle (32 rows of 128K: 4 us). Where all of them fit one an SM,
+    they ask for more than half of its shared memory.
+    """
+    spread = chained and rows * config.cluster <= sms
+    return max(config.shared_bytes, SPREAD_BYTES) if spread else config.shared_bytes
 
 
 def configs_up_to(max_rows: int, max_len: int, k: int, sms: int, maxima: bool) -> list[SelectConfig]:
@@ -134,7 +148,8 @@ class Selector:
         if not self.maxima:
             raise ValueError("this Selector was made for rows without maxima: call topk()")
         capacity = min(logits.numel(), tops.numel() * 8)
-        self._launches[self.config(rows)](
+        config = self.config(rows)
+        self._launches[config](
             logits.data_ptr(),
             tops.data_ptr(),
             0,
@@ -148,6 +163,7 @@ class Selector:
             int(release),
             scored,
             int(chained),
+            shared_for(config, rows, self.sms, chained),
         )
 
     def topk(
@@ -208,6 +224,7 @@ class Selector:
             int(release),
             0,
             int(chained),
+            config.shared_bytes,
         )
 
     def _outputs(

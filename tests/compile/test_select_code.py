@@ -11,9 +11,16 @@ import torch
 from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, VECTORS, SelectConfig, SharedMap
-from keysieve.kernels.select_host import Selector, config_for, configs_up_to, topk_workspace_bytes
+from keysieve.kernels.select_host import (
+    SPREAD_BYTES,
+    Selector,
+    config_for,
+    configs_up_to,
+    shared_for,
+    topk_workspace_bytes,
+)
 
-ARGUMENTS = 25  # of the entry, without the stream
+ARGUMENTS = 26  # of the entry, without the stream
 SMS = 132
 
 
@@ -56,7 +63,7 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
     assert code.threads == (config.threads, 1, 1)
     assert code.registers * 1024 <= 65536, "1024 threads of an SM, be it one block or two"
     (launch,) = facts.launches
-    assert launch.dynamic_shared == config.shared_bytes
+    assert launch.dynamic_shared == "run time"
     assert launch.programmatic == "run time"
     ways = 2 + (config.cluster > 1)  # through the kernel: short rows, long rows, blocks that a shared row spares
     assert facts.count(r"griddepcontrol\.wait") == (1 + ways if config.maxima else 1)
@@ -128,7 +135,7 @@ def test_a_select_call_passes_what_the_entry_takes() -> None:
     assert (args[7], args[8], args[9], args[10]) == (4, 2, 100, 160), "rows, next_n, k, what ten blocks of 16 hold"
     assert args[12:16] == (12, 0, 4, 20)
     assert args[17] == 104
-    assert args[22:] == (0, 0, 0), "release, scored, chained"
+    assert args[22:] == (0, 0, 0, config.shared_bytes), "release, scored, chained, shared memory"
 
 
 def test_behind_a_scorer_select_counts_tiles_by_its_limit() -> None:
@@ -142,8 +149,20 @@ def test_behind_a_scorer_select_counts_tiles_by_its_limit() -> None:
     use.select(logits, tops, lens, 2, scored=9000, **given)
     use.select(logits, tops, lens, 2, **given)
     (_, ahead), (_, behind) = seen.calls
-    assert (ahead[4], ahead[10], ahead[22:]) == (0, 160, (0, 9000, 1))
-    assert (behind[4], behind[10], behind[22:]) == (starts.data_ptr(), 160, (0, 0, 1))
+    assert (ahead[4], ahead[10], ahead[22:]) == (0, 160, (0, 9000, 1, SPREAD_BYTES))
+    assert (behind[4], behind[10], behind[22:]) == (starts.data_ptr(), 160, (0, 0, 1, SPREAD_BYTES))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 66, 132, 133, 200, 400])
+def test_blocks_of_a_chained_selection_have_an_sm_each_while_there_are_enough(rows: int) -> None:
+    """A block's share of an SM's 228 KB (1 KB of it the system's) then leaves no room for a second one."""
+    for max_len in (4096, 32768, 1 << 20):
+        config = config_for(rows, max_len, 2048, SMS, True)
+        enough = rows * config.cluster <= SMS
+        given = shared_for(config, rows, SMS, chained=True)
+        assert config.shared_bytes <= given <= MAX_BLOCK_SHARED
+        assert (2 * (given + 1024) > 228 * 1024) == (enough or 2 * (config.shared_bytes + 1024) > 228 * 1024)
+        assert shared_for(config, rows, SMS, chained=False) == config.shared_bytes
 
 
 def test_a_topk_call_passes_what_the_entry_takes() -> None:

@@ -143,6 +143,7 @@ def built(x: Traffic, device: torch.device, **options: Any) -> ks.DecodeIndexer:
 def captured(x: Traffic, indexer: ks.DecodeIndexer, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph of one step, captured with all lengths zero."""
     x.lens.zero_()
+    torch.cuda.synchronize()  # lengths must not change while a step reads them
     with torch.cuda.stream(stream):
         x.step(indexer)
     torch.cuda.synchronize()
