@@ -108,7 +108,7 @@ class KnownCall:
             "_raw_stream",
             "_rows_bytes",
         ),
-        *("_same", "_shape", "_turns", "relaunch"),
+        *("_same", "_shape", "_turns", "relaunch", "repeat"),
     )
 
     def __init__(
@@ -140,8 +140,69 @@ class KnownCall:
         )
         self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
+        usual = self.any_form if self._direct is None else self.usual(self._direct)
+        self.repeat: Callable[..., Selection | None] = usual
 
-    def repeat(
+    def usual(self, direct: Callable[..., None]) -> Callable[..., Selection | None]:
+        """What :meth:`any_form` does, for its most frequent form: a table, rows and counts given, no positions.
+
+        The form's values are the function's own variables and no branch is left for other forms: a tenth of what
+        Python costs in a step. direct: makes the launches. Other forms get :meth:`any_form`.
+        """
+        if self._absent is not None or self._positions is not False:
+            return self.any_form
+        same, key_format, page, rows_a_block = self._same, self._key_format, self._kv_page, self._block_rows
+        misaligned, rows_bytes, counts_bytes = self._misaligned, self._rows_bytes, self._counts_bytes
+        current_device, raw_stream, index, turns = self._current_device, self._raw_stream, self._index, self._turns
+        acquire, release, launch = self._lock.acquire, self._lock.release, self.relaunch.launch
+
+        def repeat(
+            query: Any,
+            cache: Any,
+            weights: Any,
+            seq_lens: Any,
+            index_table: Any,
+            kv_table: Any,
+            kv_page: Any,
+            block_rows: Any,
+            positions: Any,
+            out: Any,
+            counts: Any,
+            site: int,
+        ) -> Selection | None:
+            if type(cache) is not IndexCache or cache._spec.key_format != key_format or positions is not False:
+                return None
+            if kv_page is not page and (type(kv_page) is not int or kv_page != page):
+                return None
+            if block_rows is not rows_a_block and (type(block_rows) is not int or block_rows != rows_a_block):
+                return None
+            data = cache._data
+            if not same(query, data, weights, seq_lens, index_table, kv_table, out, counts):
+                return None
+            codes, pool, first, number = query.data_ptr(), data.data_ptr(), out.data_ptr(), counts.data_ptr()
+            if (codes | pool) & misaligned or (first < number + counts_bytes and number < first + rows_bytes):
+                return None
+            heads, lens, pages, table = (
+                weights.data_ptr(),
+                seq_lens.data_ptr(),
+                index_table.data_ptr(),
+                kv_table.data_ptr(),
+            )
+            acquire()  # not a with statement, which takes twice the time
+            try:
+                if current_device() == index:
+                    stream = raw_stream(index)
+                    if stream == turns.stream:
+                        direct(codes, pool, heads, lens, pages, table, first, number, 0, stream)
+                        return _selection(Selection, (out, counts, None))
+            finally:
+                release()
+            launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, 0, site)
+            return _selection(Selection, (out, counts, None))
+
+        return repeat
+
+    def any_form(
         self,
         query: Any,
         cache: Any,

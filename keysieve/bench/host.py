@@ -83,13 +83,13 @@ class Parts:
             (target.function, (*(int(a) for a in args), runner.stream)) for target, args in runner._calls
         )
         nothing: Calls = [(Silent(), args) for target, args in runner._calls]
-        silent = launch_list(nothing, ADDRESSES)
+        quiet = self.indexer._known[0].usual(launch_list(nothing, ADDRESSES))
 
         def replaced() -> object:
             now: Any = self.indexer._known[0]
-            kept, now._direct = now._direct, silent
+            kept, now.repeat = now.repeat, quiet
             result = self.step()
-            now._direct = kept
+            now.repeat = kept
             return result
 
         def both() -> None:
