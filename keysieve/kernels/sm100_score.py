@@ -40,8 +40,8 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import ptx, tcgen05
 from keysieve.device.paged import page_base
 from keysieve.kernels import schedule, sm100_score_feed
+from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS, PAGES_PER_TILE, chunks_of
 from keysieve.kernels.score_frame import Frame, Work
-from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ORDERS
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_load import Boxes
 from keysieve.kernels.sm90_score_math import Targets
@@ -50,14 +50,12 @@ from keysieve.kernels.sm100_score_config import (
     GROUPS,
     KEY_WARP,
     MATRIX_WARP,
-    PAGES_PER_TILE,
     QUERY_WARP,
     SETUP_WARP,
     WARPS,
     ScoreConfig,
     ScoreShape,
     SmemMap,
-    chunks_of,
     shape_of,
     smem_map,
     tensor_map,
@@ -150,8 +148,8 @@ class ScoreKernel(Frame):
         use_pdl: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. words: address of the queries' scale words (MXFP4, else 0). keys, query: addresses of the pool and of the
-        queries' codes. blocks: the grid. For the others see `Work`, for what they point to `sm90_score_host`."""
+        """Launch. words: address of the queries' scale words (MXFP4, else 0). keys, query: addresses of the pool and of
+        the queries' codes. blocks: the grid. For the others see `Work`, for what they point to `sm90_score_host`."""
         config, boxes = self.config, self.boxes
         width = config.row_bytes
         pool = cute.make_tensor(

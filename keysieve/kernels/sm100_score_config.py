@@ -9,15 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
-from keysieve.kernels.sm90_score_config import FEW_REQUESTS, ORDERS
+from keysieve.kernels.score_cut import ORDERS, chunks_of, rows_and_options, tables_at
 from keysieve.kernels.sm100_score_words import N_STEP
-from keysieve.spec import FORMATS, HEADS, MAX_NEXT_N, MAX_REQUESTS, NUMERICS, PAGE, TILE, KeyFormat
+from keysieve.spec import FORMATS, HEADS, MAX_NEXT_N, NUMERICS, TILE, KeyFormat
 
 ARCHS = ("sm_100a", "sm_103a")
-LAYOUTS = ("compact", "pitched")
-WEIGHTS = ("float32", "bfloat16")
-
-PAGES_PER_TILE = TILE // PAGE
 GROUPS = 2
 """Epilogue warpgroups. They take the products in turn, so that one reads tensor memory while the other stores."""
 
@@ -156,16 +152,6 @@ def padded(columns: int) -> int:
     return -(-columns // N_STEP) * N_STEP
 
 
-def chunks_of(config: ScoreConfig, shape: ScoreShape) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of each matrix product of a tile: as few products as fit `chunk_columns`, near-equal rows."""
-    most = max(1, min(config.next_n, shape.chunk_columns // config.heads))
-    count = -(-config.next_n // most)
-    base, extra = divmod(config.next_n, count)
-    sizes = [base + (i < extra) for i in range(count)]
-    starts = [sum(sizes[:i]) for i in range(count)]
-    return tuple(zip(starts, sizes, strict=True))
-
-
 def tensor_map(config: ScoreConfig, shape: ScoreShape) -> TensorMap:
     """Where accumulators and scale words lie in tensor memory."""
     chunks = chunks_of(config, shape)
@@ -202,13 +188,8 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     key_scales = scales + shape.stages * 4 * TILE
     query_scales = key_scales + shape.stages * SCALE_BYTES * mx
     weights = query_scales + shape.query_stages * query_scale_bytes
-    lengths = weights + shape.query_stages * weight_bytes
-    prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
-    rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
-    orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
-    descriptors = orders + 4 * ORDERS
-    scratch = descriptors + 16 * shape.stages
-    tensor = scratch + 4 * 32
+    tables = tables_at(weights + shape.query_stages * weight_bytes, shape.stages, shape.query_stages)
+    tensor = tables.end
     barriers = tensor + 16
     total = barriers + 8 * barriers_of(shape)
     return SmemMap(
@@ -218,12 +199,12 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
         key_scales=key_scales,
         query_scales=query_scales,
         weights=weights,
-        lengths=lengths,
-        prefix=prefix,
-        rest=rest,
-        orders=orders,
-        descriptors=descriptors,
-        scratch=scratch,
+        lengths=tables.lengths,
+        prefix=tables.prefix,
+        rest=tables.rest,
+        orders=tables.orders,
+        descriptors=tables.descriptors,
+        scratch=tables.scratch,
         tensor=tensor,
         barriers=barriers,
         total=total,
@@ -290,13 +271,10 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
     if arch not in ARCHS:
         return ()
     return tuple(
-        ScoreConfig(key_format, numerics, heads, next_n, layout, weights)
+        ScoreConfig(key_format, numerics, *rest)
         for key_format in FORMATS
         for numerics in NUMERICS
-        for heads in HEADS
-        for next_n in range(1, MAX_NEXT_N + 1)
-        for layout in LAYOUTS
-        for weights in WEIGHTS
+        for rest in rows_and_options(HEADS)
     )
 
 

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import numerics, ptx
-from keysieve.kernels.sm90_score_config import NO_REQUEST
+from keysieve.kernels.score_cut import NO_REQUEST
 from keysieve.kernels.sm90_score_math import next_tile
 from keysieve.kernels.sm100_score_config import SCALE_BYTES, key_scale_words, query_scale_words
 from keysieve.kernels.sm100_score_words import scale_offset

@@ -7,27 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
-from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS
+from keysieve.kernels.score_cut import FEW_REQUESTS as FEW_REQUESTS
+from keysieve.kernels.score_cut import HOME_ROUNDS as HOME_ROUNDS
+from keysieve.kernels.score_cut import LAYOUTS as LAYOUTS
+from keysieve.kernels.score_cut import NO_REQUEST as NO_REQUEST
+from keysieve.kernels.score_cut import ORDERS as ORDERS
+from keysieve.kernels.score_cut import PAGES_PER_TILE as PAGES_PER_TILE
+from keysieve.kernels.score_cut import WEIGHTS as WEIGHTS
+from keysieve.kernels.score_cut import chunks_of as chunks_of
+from keysieve.kernels.score_cut import rows_and_options, tables_at
+from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N
 
 FORMAT_NAMES = ("fp8_fp32", "fp8_ue8m0")
-LAYOUTS = ("compact", "pitched")
-WEIGHTS = ("float32", "bfloat16")
 
 PAGE_SLOT = 9216
 """Shared bytes one page takes: 8,448 (64 x 128 key bytes, then 64 scale words) rounded up to the swizzle's 1,024."""
-
-PAGES_PER_TILE = 2
-FEW_REQUESTS = 128
-"""Most requests that one warp plans, `schedule.few` at next_n 1."""
-
-HOME_ROUNDS = 4
-"""Home tiles of a block at most (see `schedule_homes`): they keep it busy while the page ids of its others are read."""
-
-ORDERS = 8
-"""Requests by which the key warp may be ahead of the query warp, a power of two above the number of warpgroups."""
-
-NO_REQUEST = -1
-"""In the place of a request: there are no more."""
 
 REGISTER_FILE = 65536
 WARPGROUP = 128
@@ -114,16 +108,6 @@ class SmemMap:
     weight_bytes: int
 
 
-def chunks_of(config: ScoreConfig, shape: ScoreShape) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of each matrix product of a tile: as few products as fit `chunk_columns`, near-equal rows."""
-    most = max(1, min(config.next_n, shape.chunk_columns // config.heads))
-    count = -(-config.next_n // most)
-    base, extra = divmod(config.next_n, count)
-    sizes = [base + (i < extra) for i in range(count)]
-    starts = [sum(sizes[:i]) for i in range(count)]
-    return tuple(zip(starts, sizes, strict=True))
-
-
 def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     """Where everything lies. Swizzled tiles first: they want 1,024-byte alignment."""
     query_bytes = config.columns * HEAD_DIM
@@ -131,28 +115,21 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     keys = 0
     query = keys + shape.stages * PAGES_PER_TILE * PAGE_SLOT
     weights = query + shape.query_stages * query_bytes
-    lengths = weights + shape.query_stages * weight_bytes
-    prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
-    rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
-    orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
-    descriptors = orders + 4 * ORDERS
-    scratch = descriptors + 16 * shape.stages
-    barriers = scratch + 4 * 32
-    total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
+    tables = tables_at(weights + shape.query_stages * weight_bytes, shape.stages, shape.query_stages)
     return SmemMap(
-        keys,
-        query,
-        weights,
-        lengths,
-        prefix,
-        rest,
-        orders,
-        descriptors,
-        scratch,
-        barriers,
-        total,
-        query_bytes,
-        weight_bytes,
+        keys=keys,
+        query=query,
+        weights=weights,
+        lengths=tables.lengths,
+        prefix=tables.prefix,
+        rest=tables.rest,
+        orders=tables.orders,
+        descriptors=tables.descriptors,
+        scratch=tables.scratch,
+        barriers=tables.end,
+        total=tables.end + 8 * 2 * (shape.stages + shape.query_stages + ORDERS),
+        query_bytes=query_bytes,
+        weight_bytes=weight_bytes,
     )
 
 
@@ -199,14 +176,7 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
     """Every configuration the host may ask for on `arch`."""
     if arch != "sm_90a":
         return ()
-    return tuple(
-        ScoreConfig(key_format, heads, next_n, layout, weights)
-        for key_format in FORMAT_NAMES
-        for heads in HEADS
-        for next_n in range(1, MAX_NEXT_N + 1)
-        for layout in LAYOUTS
-        for weights in WEIGHTS
-    )
+    return tuple(ScoreConfig(key_format, *rest) for key_format in FORMAT_NAMES for rest in rows_and_options(HEADS))
 
 
 def common(arch: str) -> Iterable[ScoreConfig]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keysieve.compile.build import Built, build
-from keysieve.kernels.sm90_score_config import ORDERS
+from keysieve.kernels.score_cut import ORDERS, chunks_of
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
     KERNEL,
@@ -20,7 +20,6 @@ from keysieve.kernels.sm100_score_config import (
     WARPS,
     ScoreConfig,
     barriers_of,
-    chunks_of,
     padded,
     shape_of,
     smem_map,

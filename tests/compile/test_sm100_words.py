@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from keysieve.kernels import sm100_score_words as words
-from keysieve.kernels.sm100_score_config import KERNEL, ScoreConfig, chunks_of, padded, shape_of, smem_map, tensor_map
+from keysieve.kernels.score_cut import chunks_of
+from keysieve.kernels.sm100_score_config import KERNEL, ScoreConfig, padded, shape_of, smem_map, tensor_map
 from keysieve.spec import HEADS, MAX_NEXT_N
 
 

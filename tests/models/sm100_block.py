@@ -14,7 +14,7 @@ from sm100_source import ByNumber, Lanes, Warp, bf16, device_code, f32, methods,
 from sm100_unit import DEADLINE, E2M1, Barrier, Barriers, NamedBarrier, Unit, e4m3, ue8m0
 
 import keysieve as ks
-from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ORDERS
+from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS, chunks_of
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
     KEY_WARP,
@@ -25,7 +25,6 @@ from keysieve.kernels.sm100_score_config import (
     WARPS,
     ScoreConfig,
     ScoreShape,
-    chunks_of,
     key_tile,
     query_rows,
     smem_map,

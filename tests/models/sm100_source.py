@@ -19,7 +19,7 @@ import numpy as np
 from sm100_unit import Unit
 
 import keysieve
-from keysieve.kernels import sm90_score_config, sm100_score_config, sm100_score_words
+from keysieve.kernels import score_cut, sm100_score_config, sm100_score_words
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE, key16
 
 KERNELS = Path(keysieve.__file__).parent / "kernels"
@@ -311,7 +311,7 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         popc=int.bit_count,
         clz=lambda value: 32 - int(value).bit_length(),
     )
-    names = {name: getattr(sm100_score_config, name) for name in vars(sm100_score_config) if not name.startswith("__")}
+    names = {n: v for module in (score_cut, sm100_score_config) for n, v in vars(module).items() if n[:2] != "__"}
     return {
         **names,
         "GROUP": GROUP,
@@ -338,8 +338,6 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         "words": sm100_score_words,
         "scale_offset": sm100_score_words.scale_offset,
         "keys": SimpleNamespace(key16x2=key16x2),
-        "NO_REQUEST": sm90_score_config.NO_REQUEST,
-        "ORDERS": sm90_score_config.ORDERS,
     }
 
 
