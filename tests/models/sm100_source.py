@@ -366,7 +366,10 @@ def functions(file: str, only: tuple[str, ...] | None = None, edits: tuple[tuple
 def device_code(unit: Unit, here: Lanes, edits: tuple[tuple[str, str], ...] = ()) -> dict[str, Any]:
     """The scorer's device functions by name, bound to `unit`. Float32(x) must stay a call: it becomes a float."""
     names = bindings(unit, here)
-    shared = [(path.name, SHARED_FUNCTIONS) for path in sorted(KERNELS.glob("sm90_score_*.py"))]
+    shared = [
+        (path.name, SHARED_FUNCTIONS)
+        for path in sorted((*KERNELS.glob("sm90_score_*.py"), *KERNELS.glob("score_*.py")))
+    ]
     shared.append(("schedule.py", ("tiles_before",)))
     for file, only in (*shared, ("sm100_score_feed.py", None), ("sm100_score_math.py", None)):
         execute(functions(file, only, edits), file, names)
