@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -237,13 +238,31 @@ class DeepGemm:
         return self.module.fp8_paged_mqa_logits(query, cache, x.weights, lengths, x.table, plan, longest, False)
 
 
+def read_bandwidth(device: torch.device, gigabytes: int = 4) -> float:
+    """Bytes a second at which this device reads a large array from end to end now: what cases beside it can be held to.
+
+    Devices of one kind differ by several per cent, and one device with its temperature.
+    """
+    numbers = torch.ones(gigabytes << 28, dtype=torch.float32, device=device)
+    numbers.sum()
+    taken = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # as in bench.timing
+        begin.record()
+        numbers.sum()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e-3)
+    return float(numbers.numel() * 4 / statistics.median(taken))
+
+
 def peers_of(case: Case, peer: DeepGemm | None) -> DeepGemm | None:
     """The peer where it serves the case: it has one or two query rows."""
     return peer if peer is not None and case.next_n <= 2 else None
 
 
-def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Record:
-    """Gate, then times of ours and of the peer's two kernels."""
+def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: float) -> timing.Record:
+    """Gate, then times of ours and of the peer's two kernels. bandwidth: of `read_bandwidth`, for the record."""
     device = pool.device
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -289,7 +308,11 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None) -> timing.Rec
         exact=True,
         limit_us=round(case.limit_us, 2),
         peers=peers,
-        extra={"error_over_magnitude": float(f"{excess:.3g}"), "input_sets": sets},
+        extra={
+            "error_over_magnitude": float(f"{excess:.3g}"),
+            "input_sets": sets,
+            "read_tbps": round(bandwidth / 1e12, 3),
+        },
     )
 
 
@@ -348,6 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.prepare:
         prepare(chosen, device)
+    bandwidth = read_bandwidth(device)
+    print(f"this device reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
     pool = make_pool(pages, device)
     peer: DeepGemm | None = None
@@ -362,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{case.name} h{case.heads}: not measured, the time is up", flush=True)
             continue
         try:
-            record = measure(case, pool, peer)
+            record = measure(case, pool, peer, bandwidth)
         except AssertionError as error:
             failed += 1
             print(f"GATE FAILED {error}", flush=True)
