@@ -171,3 +171,9 @@ def store_bits_x8(addr: Uint32, first: Uint32, mask: Uint32, *, loc: Any = None,
 def min_u32(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The smaller of two unsigned numbers."""
     return ptx.asm("min.u32 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def min_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Lane-wise unsigned minimum of two 16-bit halves: one instruction on sm_90 and later."""
+    return ptx.asm("min.u16x2 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]

@@ -1,7 +1,7 @@
-"""MXFP4 paged indexer logits on Hopper: the frame of `sm90_score`, with keys widened to BF16 in registers.
+"""MXFP4 paged indexer logits on Hopper: the frame of `sm90_score`, with keys widened to E4M3 in registers.
 
 A page lies in the ring as its 4,352 bytes. The query warp widens a request's queries once, into shared memory; nothing
-of them is brought by the copy engine. See `sm90_mxfp4_math` for the numbers.
+of them is brought by the copy engine. See `sm90_mxfp4_scales` for the numbers.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, shape_of, smem_map
-from keysieve.kernels.sm90_mxfp4_math import WEIGHT_FACTOR, WideProducts, widen_queries
-from keysieve.kernels.sm90_score import ScoreKernel, fake_arguments
+from keysieve.device import ptx
+from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_math import WideProducts
+from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
+from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
 from keysieve.kernels.sm90_score_load import Boxes
-from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
 
 PAGE_ROWS = PAGE_SLOT // HEAD_DIM
@@ -31,6 +32,18 @@ class PlainBoxes(Boxes):
     def swizzle(self) -> Any:
         """None."""
         return cute.make_swizzle(0, 4, 3)
+
+
+class WideShared(Shared):
+    """And the addresses of what `WideMap` adds."""
+
+    def __init__(self, base: Any, places: WideMap, shape: ScoreShape) -> None:
+        super().__init__(base, places, shape)
+        origin = ptx.smem_addr(base)
+        self.table = origin + Uint32(places.table)
+        self.factors = origin + Uint32(places.factors)
+        self.codes = origin + Uint32(places.codes)
+        self.marks = origin + Uint32(places.marks)
 
 
 class Mxfp4Kernel(ScoreKernel):
@@ -110,6 +123,17 @@ class Mxfp4Kernel(ScoreKernel):
             min_blocks_per_mp=1,
         )
 
+    def shared_memory(self, base: Any) -> Any:
+        """Handles into the block's shared memory."""
+        return WideShared(base, smem_map(self.config, self.shape), self.shape)
+
+    @cute.jit
+    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: Any, warp: Int32) -> None:
+        """Barriers, descriptors, and the table of widened codes, which the query warp is the first to read."""
+        ScoreKernel.begin(self, shared, key_copy, row_copy, warp)
+        if warp == self.query_warp:
+            write_table(shared.table)
+
     def products(self, shared: Any, thread: Int32) -> Any:
         """Keys come from registers."""
         return WideProducts(self, shared, thread)
@@ -127,8 +151,7 @@ class Mxfp4Kernel(ScoreKernel):
 
     def put_weights(self, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
         """Head weights of the request whose first row is `row`, into a query stage."""
-        place = shared.weights + Uint32(stage) * Uint32(self.places.weight_bytes)
-        halve_weights(self.config, place, weights, row, lane, WEIGHT_FACTOR)
+        scale_weights(self, shared, weights, row, stage, lane)
 
 
 def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

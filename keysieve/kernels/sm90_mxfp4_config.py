@@ -1,12 +1,13 @@
 """What the sm90 scorer of MXFP4 index caches can be asked for, and how each configuration is cut.
 
-Compiled, not run on a device: the backend refuses MXFP4 and no call reaches this. The frame is that of
-`sm90_score_config`; keys are half as wide in shared memory, queries are held as BF16. No cutlass here.
+The frame is that of `sm90_score_config`: keys are half as wide in shared memory, queries are held as E4M3 beside the
+exponents that they were widened with. No cutlass here.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from keysieve.kernels import sm90_score_config as fp8
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.sm90_score_config import (
     FEW_REQUESTS,
@@ -26,32 +27,51 @@ SCALE_PLACE = FORMATS[FORMAT].scale_offset
 PAGE_SLOT = FORMATS[FORMAT].page_bytes
 """Shared bytes of one page: as it is in memory. A multiple of 128, which the copy engine wants."""
 
-QUERY_ROW = 2 * HEAD_DIM
-"""Shared bytes of a query head: 128 BF16."""
-
 assert PAGE_SLOT % 128 == 0
 
+REACH = 14
+"""Largest difference of block scales, as exponents, within which an E2M1 vector is an E4M3 vector, exactly."""
 
-MOST_COLUMNS = 192
-"""Widest product, heads x next_n, that is offered: wider ones spill registers as they are cut here."""
+TOP = 6
+"""Exponent that the largest block is widened with: 6 * 2^6 is the largest E4M3 number that an E2M1 code can become."""
+
+TABLE = 8 * (REACH + 1)
+"""Bytes of the table of widened codes: eight E4M3 magnitudes for each exponent. Two words of signs stand behind it."""
+
+assert TABLE % 16 == 8
 
 
-def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
+@dataclass(frozen=True)
+class WideMap(SmemMap):
+    """And: `table` of widened codes; per query stage and column the head's `factors` (float32) and `codes` (a word of
+    four exponents); per query stage a word of `marks`, the rows that are scored block by block."""
+
+    table: int
+    factors: int
+    codes: int
+    marks: int
+
+
+def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
     """Where everything lies. Queries first: their swizzle wants 1,024-byte alignment."""
-    query_bytes = config.columns * QUERY_ROW
+    query_bytes = config.columns * HEAD_DIM
     weight_bytes = -(-config.columns // 16) * 16 * 4
     query = 0
     keys = query + shape.query_stages * query_bytes
     weights = keys + shape.stages * PAGES_PER_TILE * PAGE_SLOT
-    lengths = weights + shape.query_stages * weight_bytes
+    factors = weights + shape.query_stages * weight_bytes
+    codes = factors + shape.query_stages * weight_bytes
+    table = codes + shape.query_stages * weight_bytes
+    lengths = table + TABLE + 8
     prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
     rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
     orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
     descriptors = orders + 4 * ORDERS
     scratch = descriptors + 16 * shape.stages
-    barriers = scratch + 4 * 32
+    marks = scratch + 4 * 32
+    barriers = marks + -(-4 * shape.query_stages // 16) * 16
     total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
-    return SmemMap(
+    return WideMap(
         keys=keys,
         query=query,
         weights=weights,
@@ -65,14 +85,19 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
         total=total,
         query_bytes=query_bytes,
         weight_bytes=weight_bytes,
+        table=table,
+        factors=factors,
+        codes=codes,
+        marks=marks,
     )
 
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
-    """The cut that is launched for `config`. A chunk is at most 64 columns, beside two pages of widened keys."""
-    # Chunks of two widths have accumulators each, and many chunks keep much at hand: one product in flight then.
-    ahead = 2 if config.columns <= 64 or config.columns == 128 else 1
-    shape = ScoreShape(groups=3, stages=15, query_stages=2, chunk_columns=64, registers=(32, 160), ahead=ahead)
+    """The cut that is launched for `config`: three warpgroups, each with a tile's keys widened in registers."""
+    if config.columns <= 64:
+        shape = ScoreShape(groups=3, stages=15, query_stages=4, registers=(56, 152), resident=True)
+    else:
+        shape = ScoreShape(groups=3, stages=15, query_stages=2, registers=(56, 152), chunk_columns=64)
     while smem_map(config, shape).total > MAX_BLOCK_SHARED:
         shape = replace(shape, stages=shape.stages - shape.groups)
     return shape
@@ -88,14 +113,18 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
         for next_n in range(1, MAX_NEXT_N + 1)
         for layout in LAYOUTS
         for weights in WEIGHTS
-        if heads * next_n <= MOST_COLUMNS
     )
 
 
 def common(arch: str) -> Iterable[ScoreConfig]:
-    """None: no call reaches this scorer, which has not run on a device yet."""
+    """None: MXFP4 caches are not what most indexers have."""
     del arch
     return ()
+
+
+def unsupported(heads: int, next_n: int) -> str | None:
+    """Why this scorer cannot run such a shape, or None."""
+    return fp8.unsupported(heads, next_n, fp8.FORMAT_NAMES[0])
 
 
 KERNEL = Kernel(

@@ -202,7 +202,7 @@ class ScoreKernel(Frame):
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
-        shared = Shared(base, self.places, shape)
+        shared = self.shared_memory(base)
         shared.trace = starts
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
         score_trace.place(self, shared, warp == self.key_warp)
@@ -279,6 +279,10 @@ class ScoreKernel(Frame):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
             cute.arch.mbarrier_init_fence()
+
+    def shared_memory(self, base: Any) -> Any:
+        """Handles into the block's shared memory."""
+        return Shared(base, self.places, self.shape)
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """The matrix products of a consumer thread."""

@@ -74,6 +74,18 @@ class Products:
     def __new_from_mlir_values__(self, values: list[Any]) -> "Products":
         return self
 
+    def start(self, stage: Int32, query_stage: Int32) -> None:
+        """Before the first product of a tile: nothing to do for keys that the unit reads as they are."""
+
+    def key_scale(self, config: Any, place: Uint32) -> Float32:
+        """What the sums of the lane's key are multiplied by."""
+        return key_scale(config, place)
+
+    def mend(self, kernel: Any, sums: list[Float32], chunk: int, page: int, query_stage: Int32, lane: Int32) -> Any:
+        """The head sums of a page whose product is done: as they are."""
+        del kernel, chunk, page, query_stage, lane
+        return sums
+
     def issue(self, chunk: int, page: int, stage: Int32, query_stage: Int32) -> None:
         """Start the product of one page with one chunk: a group of four instructions."""
         acc = self.acc[chunk][page]
@@ -251,9 +263,11 @@ def score_tile(
     """All products of a tile and their results. position: of this lane's key in its request."""
     steps = steps_of(kernel)
     score_trace.tick(kernel, shared, 0, position >> Int32(7), group)
+    products.start(stage, query_stage)
     for ahead in cutlass.range_constexpr(kernel.shape.ahead):
         products.issue(steps[ahead][0], steps[ahead][1], stage, query_stage)
-    scale = key_scale(kernel.config, shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place)
+    place = shared.keys + Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT) + scale_place
+    scale = products.key_scale(kernel.config, place)
     place = shared.weights + Uint32(query_stage) * Uint32(kernel.places.weight_bytes) + quad
     lengths = shared.lengths + Uint32(query_stage) * Uint32(32)
     finish_tile(
@@ -310,7 +324,8 @@ def finish_tile(
         if step + 1 == len(steps):
             release(shared.key_empty + stage)
             score_trace.mark(kernel, shared, score_trace.MULTIPLIED, group == Int32(0))
-        halves.append(head_sums(kernel, products.acc[chunk][page], chunk, weights, lane))
+        sums = head_sums(kernel, products.acc[chunk][page], chunk, weights, lane)
+        halves.append(products.mend(kernel, sums, chunk, page, query_stage, lane))
         weights.forget()
         if step + ahead < len(steps):
             products.issue(steps[step + ahead][0], steps[step + ahead][1], stage, query_stage)

@@ -1,100 +1,210 @@
-"""MXFP4 on Hopper, without a device: the kernel's own bit arithmetic and placement, executed as plain integers."""
+"""MXFP4 on Hopper, without a device: the kernel's own bit arithmetic and placement, executed as 32-bit integers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
 
+from keysieve.device import numerics, packed, ptx
+from keysieve.kernels import sm90_mxfp4_apart as apart
 from keysieve.kernels import sm90_mxfp4_math as wide
+from keysieve.kernels import sm90_mxfp4_query as queries
+from keysieve.kernels import sm90_mxfp4_scales as scales
+from keysieve.kernels.sm90_mxfp4_config import REACH, TOP
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
+
+
+class Word(int):
+    """A 32-bit register."""
+
+    def __new__(cls, value: int) -> Word:
+        return super().__new__(cls, int(value) & 0xFFFFFFFF)
+
+
+for _name in ("add", "sub", "mul", "and", "or", "xor", "lshift", "rshift", "floordiv"):
+    _method = f"__{_name}__"
+    setattr(Word, _method, lambda self, other, _m=_method: Word(getattr(int, _m)(int(self), int(other))))
+
+
+def byte_perm(a: Word, b: Word, selector: Word) -> Word:
+    """`prmt.b32`, the replicated sign included."""
+    pool = int(a) | int(b) << 32
+    out = 0
+    for i in range(4):
+        nibble = int(selector) >> 4 * i & 15
+        byte = pool >> 8 * (nibble & 7) & 255
+        out |= (byte if nibble < 8 else 255 * (byte >> 7)) << 8 * i
+    return Word(out)
+
+
+def by_halves(choose: Any) -> Any:
+    return lambda a, b: Word(choose(a & 0xFFFF, b & 0xFFFF) | choose(int(a) >> 16, int(b) >> 16) << 16)
 
 
 @pytest.fixture(autouse=True)
-def plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions under test only shift, mask, add and choose: Python's integers do as well."""
-    monkeypatch.setattr(wide, "Uint32", int)
-    monkeypatch.setattr(wide, "select", lambda condition, yes, no: yes if condition else no)
+def registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions under test shift, mask, add, permute and choose: integers do as well."""
+    monkeypatch.setattr(ptx, "byte_perm", byte_perm)
+    monkeypatch.setattr(ptx, "max_u16x2", by_halves(max))
+    monkeypatch.setattr(packed, "min_u16x2", by_halves(min))
+    for module in (scales, queries, apart, wide):
+        monkeypatch.setattr(module, "Uint32", Word)
+        monkeypatch.setattr(module, "select", lambda condition, yes, no: yes if condition else no, raising=False)
+    monkeypatch.setattr(numerics, "bits_float", int)
+    for module in (scales, apart):
+        monkeypatch.setattr(module, "Int32", int)
 
 
-def e2m1(code: int) -> float:
+def e2m1(code: int) -> Fraction:
     return -E2M1[code & 7] if code & 8 else E2M1[code & 7]
 
 
-def bf16(bits: int) -> float:
-    value: float = struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+def e4m3(code: int) -> Fraction:
+    field, m = code >> 3 & 15, code & 7
+    assert code & 0x7F != 0x7F, "NaN"
+    size = Fraction(m, 8) * Fraction(2) ** -6 if field == 0 else (1 + Fraction(m, 8)) * Fraction(2) ** (field - 7)
+    return -size if code & 0x80 else size
+
+
+def float32(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return value
 
 
-def rounded(value: float) -> float:
-    """`value` if BF16 holds it exactly; fails otherwise."""
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    assert bits & 0xFFFF == 0
-    assert bf16(bits >> 16) == value, "not a BF16 number"
-    return value
+def table() -> list[Word]:
+    return [Word(word) for word in scales.table_words()]
 
 
-def halves(word: int) -> tuple[float, float]:
-    return bf16(word & 0xFFFF), bf16(word >> 16 & 0xFFFF)
+def test_table_holds_every_code_at_every_exponent() -> None:
+    words = scales.table_words()
+    assert len(words) * 4 == REACH * 8 + 8 + 8
+    for i, exponent in enumerate(range(TOP - REACH, TOP + 1)):
+        for code in range(8):
+            byte = words[2 * i + code // 4] >> 8 * (code % 4) & 255
+            assert e4m3(byte) == E2M1[code] * Fraction(2) ** exponent
 
 
-def test_nibbles() -> None:
-    """Every nibble at every place becomes its value times 2^-126, whatever stands beside it."""
+def test_eight_codes_become_eight_negated_numbers() -> None:
     draw = random.Random(1)
+    words = table()
     for _ in range(500):
-        word = draw.getrandbits(32)
-        for p in range(4):
-            low, high = halves(wide.spread(word, p))
-            assert low == e2m1(word >> 4 * p & 15) * 2.0**-126
-            assert high == e2m1(word >> 4 * (p + 4) & 15) * 2.0**-126
+        word, i = Word(draw.getrandbits(32)), draw.randrange(REACH + 1)
+        pair = scales.widen_word(word, words[2 * i], words[2 * i + 1], words[-1])
+        for place in range(8):
+            byte = int(pair[place // 4]) >> 8 * (place % 4) & 255
+            assert e4m3(byte) == -e2m1(int(word) >> 4 * place & 15) * Fraction(2) ** (i + TOP - REACH)
 
 
-@pytest.mark.parametrize("shift", [wide.KEY_SHIFT, wide.QUERY_SHIFT])
-def test_every_code_with_every_scale_is_exact(shift: int) -> None:
-    for scale in range(255):
-        first, second, split = wide.factors(scale, shift)
-        assert halves(first)[0] == halves(first)[1]
-        assert split or halves(second) == (1.0, 1.0), "the second product may be left out"
-        for code in E2M1:
-            once = rounded(code * 2.0**-126 * halves(first)[0])
-            assert rounded(once * halves(second)[0]) == code * 2.0 ** (scale - 127 - shift)
+def placed(codes: list[int], zero: list[bool]) -> tuple[list[int], int, int]:
+    """`place_scales`: (exponent of each block, factor bits, apart)."""
+    word = Word(sum(code << 8 * i for i, code in enumerate(codes)))
+    mask = Word(sum(0xFF << 8 * i for i, none in enumerate(zero) if none))
+    offsets, factor, far = scales.place_scales(word, mask)
+    exponents = [(int(offsets) >> 8 * i & 255) // 8 + TOP - REACH for i in range(4)]
+    assert all(int(offsets) >> 8 * i & 7 == 0 for i in range(4))
+    assert all(TOP - REACH <= exponent <= TOP for exponent in exponents)
+    return exponents, int(factor), int(far)
 
 
-def test_nan_scale() -> None:
-    first, _second, _split = wide.factors(255, wide.KEY_SHIFT)
-    assert all(value != value for value in halves(first))
+def check_placed(codes: list[int], zero: list[bool]) -> int:
+    """Elements times factor are the elements times their scales, whatever the scales; returns 1 if apart."""
+    exponents, factor, far = placed(codes, zero)
+    if 255 in codes:
+        assert float32(factor) != float32(factor)
+        assert not far
+        return 0
+    if far:
+        assert factor == 0x3F800000
+        assert exponents == [0] * 4, "widened as they are"
+        return 1
+    for exponent, code, none in zip(exponents, codes, zero, strict=True):
+        if not none:
+            assert Fraction(float32(factor)) * Fraction(2) ** exponent == Fraction(2) ** (code - 127)
+    assert 2.0**-46 <= float32(factor) <= 2.0**34
+    return 0
 
 
-def test_weights_take_back_what_operands_were_scaled_down_by() -> None:
-    assert wide.WEIGHT_FACTOR * 2.0 * 2.0**-wide.KEY_SHIFT * 2.0**-wide.QUERY_SHIFT == 1.0
+def test_scales_of_any_vector() -> None:
+    draw = random.Random(2)
+    for _ in range(3000):
+        near = draw.randrange(256)
+        width = draw.choice((1, 4, 15, 16, 30, 256))
+        codes = [max(0, min(255, near + draw.randrange(-width, width))) for _ in range(4)]
+        check_placed(codes, [draw.random() < draw.choice((0.0, 0.3, 1.0)) for _ in range(4)])
+
+
+def test_the_reach_is_fourteen_and_zero_blocks_may_lie_beyond() -> None:
+    for low, high in itertools.product(range(100, 130), repeat=2):
+        far = check_placed([low, high, (low + high) // 2, low], [False] * 4)
+        assert far == (abs(high - low) > 14)
+        assert not check_placed([low, high, low, low], [True, False, True, True])
+    assert not check_placed([1, 1, 1, 1], [True] * 4), "a zero vector with the smallest scale that writers give"
+    assert check_placed([1, 1, 1, 1], [True, True, True, False]), "too small for the factor of one product"
+    assert check_placed([230, 231, 230, 231], [False] * 4)
+
+
+def test_shortcut_gives_what_the_whole_rule_gives() -> None:
+    """Without a look at the codes where all four scales are near: `tile_scales` before its vote."""
+    draw = random.Random(3)
+    taken = 0
+    for _ in range(3000):
+        near, width = draw.randrange(256), draw.choice((1, 8, 40))
+        codes = [max(0, min(255, near + draw.randrange(-width, width))) for _ in range(4)]
+        word = Word(sum(code << 8 * i for i, code in enumerate(codes)))
+        largest, smallest = scales.spread_of(word)
+        assert (int(largest), int(smallest)) == (max(codes) * 0x10001, min(codes) * 0x10001)
+        if scales.within_reach(largest, smallest):
+            taken += 1
+            for zero in (Word(0), Word(0xFF00FF00), Word(0xFFFFFFFF)):
+                offsets, factor, far = scales.place_scales(word, zero)
+                assert (offsets, factor) == (scales.offsets_from(word, largest), scales.factor_bits(largest))
+                assert not far
+    assert taken > 500
+
+
+def test_quad_exchange() -> None:
+    """Byte i of lane c becomes byte c of lane i; the four lanes run in step."""
+    words = [Word(sum((16 * lane + byte) << 8 * byte for byte in range(4))) for lane in range(4)]
+    selectors = [wide.swap_selectors(lane) for lane in map(Word, range(4))]
+    for step, distance in enumerate((1, 2)):
+        others = [words[lane ^ distance] for lane in range(4)]
+        words = [byte_perm(words[lane], others[lane], selectors[lane][step]) for lane in range(4)]
+    for lane in range(4):
+        assert [int(words[lane]) >> 8 * i & 255 for i in range(4)] == [16 * i + lane for i in range(4)]
+
+
+def test_powers() -> None:
+    """Every power that scales can ask for, the subnormal one included."""
+    for exponent in range(-127, 128):
+        assert float32(apart.power(exponent)) == 2.0**exponent
 
 
 @pytest.mark.parametrize("columns", [8, 24, 64])
 def test_keys_and_queries_meet_at_the_same_depth(columns: int) -> None:
     """Elements by operand register, as the instruction defines them, against elements by swizzled shared memory."""
-    held: dict[tuple[int, int], Any] = {}
+    held: dict[int, tuple[int, int]] = {}
     for column in range(columns):
         for block in range(4):
-            for i in range(4):
-                for p in range(4):
-                    at = column * 128 + 4 * block + wide.query_place(i, p, column % 8, columns)
-                    for half in range(2):
-                        place = at + 2 * half
-                        assert (place, 0) not in held
-                        held[place, 0] = (column, 32 * block + 8 * i + p + 4 * half)
-    assert len(held) == columns * 128
+            for s in range(4):
+                for h in range(2):
+                    at = column * 128 + 4 * block + int(queries.chunk_place(2 * s + h, Word(column % 8)))
+                    for j in range(4):
+                        assert at + j not in held
+                        held[at + j] = (column, 32 * block + 8 * s + 4 * h + j)
+    assert sorted(held) == list(range(columns * 128))
     for column in range(columns):
-        for block in range(4):  # the thread's place in its quad
-            for register in range(32):  # `widen_keys`: words[8 i + 2 p + r]
-                i, p = register // 8, register // 2 % 4
-                step, upper = register // 4, register // 2 % 2  # the operand: registers 4 k + 2 upper + r of step k
-                for half in range(2):
-                    depth = 16 * step + 8 * upper + 2 * block + half
-                    line = depth // 64 * columns * 128 + column * 128
-                    place = line + ((depth % 64 // 8) ^ (column % 8)) * 16 + depth % 8 * 2
-                    assert held[place, 0] == (column, 32 * block + 8 * i + p + 4 * half)
+        for quad in range(4):  # the thread's place in its quad, and the block that it widens
+            for register in range(16):  # `widen_keys`: words[4 s + 2 h + r]
+                s, h = register // 4, register // 2 % 2
+                for j in range(4):
+                    depth = 32 * s + 16 * h + 4 * quad + j
+                    place = column * 128 + ((depth // 16) ^ (column % 8)) * 16 + depth % 16
+                    assert held[place] == (column, 32 * quad + 8 * s + 4 * h + j)

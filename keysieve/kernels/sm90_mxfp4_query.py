@@ -1,0 +1,117 @@
+"""Queries of the sm90 MXFP4 scorer: widened once a request by the query warp, and the weights with their factors."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from keysieve.device import numerics, packed, ptx
+from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, TABLE
+from keysieve.kernels.sm90_mxfp4_scales import (
+    MAGNITUDES,
+    NO_CODES,
+    place_scales,
+    table_words,
+    widen_word,
+)
+from keysieve.kernels.sm90_score_store import select
+from keysieve.spec import HEAD_DIM
+
+TOGETHER = 8
+"""Columns that a warp widens at a time, four lanes each."""
+
+
+@cute.jit
+def write_table(table: Uint32) -> None:
+    """The table of widened codes, by one warp."""
+    words = table_words()
+    with cute.arch.elect_one():
+        for i in cutlass.range_constexpr(0, len(words), 4):
+            four = [Uint32(word) for word in words[i : i + 4]]
+            ptx.store_shared_v4(table + Uint32(4 * i), *four)
+    cute.arch.sync_warp()
+
+
+def chunk_place(chunk: int, low: Uint32) -> Uint32:
+    """Byte offset in a column's 128 bytes of 16-byte chunk `2 s + h`, swizzled by the column's low three bits."""
+    return (Uint32(chunk) ^ low) * Uint32(16)
+
+
+@cute.jit
+def widen_queries(
+    kernel: cutlass.Constexpr[Any], shared: Any, query: Int64, words: Int64, row: Int32, stage: Int32, lane: Int32
+) -> None:
+    """The queries of the request whose first row is `row`, from memory into a query stage; the whole warp.
+
+    A lane takes 16 bytes, one block of a head. Beside the codes: each head's factor, its scale codes where it is apart,
+    and the mark of rows with such a head.
+    """
+    config = kernel.config
+    base = shared.query + Uint32(stage) * Uint32(kernel.places.query_bytes)
+    beside = Uint32(stage) * Uint32(kernel.places.weight_bytes)
+    block = lane & Int32(3)
+    low = Uint32(lane >> Int32(2))
+    mark = Uint32(0)
+    halves = ptx.load_shared(shared.table + Uint32(TABLE))
+    many = min(2, config.columns // TOGETHER)
+    for first in cutlass.range(0, config.columns, TOGETHER * many, unroll=1):
+        loaded = []
+        for part in cutlass.range_constexpr(many):
+            head = Int64(row) * Int64(config.heads) + Int64(first + Int32(TOGETHER * part) + (lane >> Int32(2)))
+            at = query + head * Int64(KEY_BYTES) + Int64(block) * Int64(16)
+            loaded.append((ptx.load_v4(at), ptx.load(words + head * Int64(4), Uint32)))
+        for part in cutlass.range_constexpr(many):
+            column = Uint32(first + Int32(TOGETHER * part)) + low
+            four, word = loaded[part]
+            some = (four[0] | four[1] | four[2] | four[3]) & Uint32(MAGNITUDES)
+            zero = select(some == Uint32(0), Uint32(0xFF), Uint32(0)) << (Uint32(block) * Uint32(8))
+            zero = zero | Uint32(cute.arch.shuffle_sync_bfly(zero, 1))
+            zero = zero | Uint32(cute.arch.shuffle_sync_bfly(zero, 2))
+            offsets, factor, apart = place_scales(word, zero)
+            offset = (offsets >> (Uint32(block) * Uint32(8))) & Uint32(0xFF)
+            lower, upper = packed.load_shared_v2(shared.table + offset)
+            target = base + column * Uint32(HEAD_DIM) + Uint32(block) * Uint32(4)
+            for s in cutlass.range_constexpr(4):
+                one, two = widen_word(four[s], lower, upper, halves)
+                ptx.store_shared(target + chunk_place(2 * s, low), one)
+                ptx.store_shared(target + chunk_place(2 * s + 1, low), two)
+            if block == Int32(0):
+                codes = select(apart != Int32(0), word, Uint32(NO_CODES))
+                ptx.store_shared(shared.factors + beside + column * Uint32(4), factor)
+                ptx.store_shared(shared.codes + beside + column * Uint32(4), codes)
+            mark = mark | (Uint32(apart) << (column // Uint32(config.heads)))
+    for distance in (1, 2, 4, 8, 16):
+        mark = mark | Uint32(cute.arch.shuffle_sync_bfly(mark, distance))
+    with cute.arch.elect_one():
+        ptx.store_shared(shared.marks + Uint32(stage) * Uint32(4), mark)
+    ptx.fence_async_shared()
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def scale_weights(
+    kernel: cutlass.Constexpr[Any], shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32
+) -> None:
+    """Half of each weight (the ReLU is computed doubled) times its head's factor, in the order of `halve_weights`."""
+    config = kernel.config
+    place = shared.weights + Uint32(stage) * Uint32(kernel.places.weight_bytes)
+    factors = shared.factors + Uint32(stage) * Uint32(kernel.places.weight_bytes)
+    words = kernel.places.weight_bytes // 4
+    size = 4 if config.weights == "float32" else 2
+    base = weights + Int64(row) * Int64(config.heads * size)
+    for start in cutlass.range_constexpr(0, words, 32):
+        word = lane + Int32(start)
+        column = ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
+        value = Uint32(0)
+        factor = Uint32(0)
+        if column < Int32(config.columns):
+            factor = ptx.load_shared(factors + Uint32(column) * Uint32(4))
+            if cutlass.const_expr(size == 4):
+                value = ptx.load(base + Int64(column) * Int64(4), Uint32)
+            else:
+                value = ptx.load_u16(base + Int64(column) * Int64(2)) << Uint32(16)
+        half = numerics.mul(numerics.bits_float(value), cutlass.Float32(0.5))
+        half = numerics.mul(half, numerics.bits_float(factor))
+        if word < Int32(words):
+            ptx.store_shared(place + Uint32(word) * Uint32(4), numerics.float_bits(half))
