@@ -115,9 +115,13 @@ def test_the_model_notices(fault: str) -> None:
     assert (got[:, columns] != by_reference(case)[:, columns]).any()
 
 
-def test_an_accumulator_that_changes_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple"):
-        ScoreShape(4, 2, 256, 3)
+@pytest.mark.parametrize(
+    ("shape", "why"), [((4, 2, 256, 3), "multiple"), ((1, 2, 256, 2), "tile before"), ((4, 1, 256, 2), "other group")]
+)
+def test_cuts_that_could_go_wrong_are_refused(shape: tuple[int, int, int, int], why: str) -> None:
+    """Accumulators change groups; a stage comes round too soon; a query has no place."""
+    with pytest.raises(ValueError, match=why):
+        ScoreShape(*shape)
 
 
 LOOK = "owner, tile, sequence = next_tile(shared, stage, phase)\n                if"
