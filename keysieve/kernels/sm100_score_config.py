@@ -95,8 +95,8 @@ class ScoreShape:
             # by parity is only right when the barrier is at most one phase behind.
             raise ValueError(f"{self}: accumulators is not a multiple of {GROUPS}")
         if self.stages < GROUPS:
-            # A group looks at tile t knowing of tiles up to t - GROUPS that they have landed, by its product before. The
-            # tile that had the stage of tile t before must be one of them, for the same reason.
+            # A group looks at tile t knowing of tiles up to t - GROUPS that they have landed, by its last product. The
+            # tile that had the same stage before must be one of them, for the same reason.
             raise ValueError(f"{self}: a group could take the tile before for its own")
         if self.query_stages < GROUPS:
             # A group gives a request up when it sees its next tile, or never, if it has none any more. The other
