@@ -27,14 +27,17 @@ class Sm100Backend(Sm90Backend):
     """What one process does on its Blackwell GPUs: the Hopper backend with another scorer, and both numerics."""
 
     name = "sm100"
-    kernel: Kernel = sm100_score_config.KERNEL
-    host: Any = sm100_score_host
 
     def _no_scorer(self, spec: IndexerSpec, next_n: int) -> str | None:
         reason = sm100_score_config.unsupported(spec.heads, next_n, spec.key_format)
         if reason is not None:
             return message("spec", got=spec, accepted=reason, remedy="Use one of these, or device='cpu'.")
         return None
+
+    def scorer(self, spec: IndexerSpec) -> tuple[Kernel, Any]:
+        """The kernel that scores caches of any ``spec``, and the module whose functions launch it."""
+        del spec
+        return sm100_score_config.KERNEL, sm100_score_host
 
     def score_config(self, spec: IndexerSpec, next_n: int, layout: str, weights: str) -> Any:
         """The scorer's configuration for ``spec``; weights: "float32" or "bfloat16"."""

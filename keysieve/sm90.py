@@ -12,7 +12,7 @@ import torch
 from keysieve.checks import describe, message, refuse
 from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import Step
-from keysieve.kernels import select_host, sm90_score_config, sm90_score_host
+from keysieve.kernels import select_host, sm90_mxfp4_config, sm90_score_config, sm90_score_host, sm100_score_host
 from keysieve.kernels.base import Kernel
 from keysieve.kernels.flags import FLAG_BAD_OWNER
 from keysieve.kernels.local_topk_host import LocalTopk
@@ -34,8 +34,6 @@ class Sm90Backend:
     """What one process does on its Hopper GPUs. Stateless calls share one flag word per device."""
 
     name = "sm90"
-    kernel: Kernel = sm90_score_config.KERNEL
-    host: Any = sm90_score_host
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, DeviceFlags] = {}
@@ -70,6 +68,12 @@ class Sm90Backend:
             remedy = "Use numerics=None or 'fp32' on Hopper; 'bf16' runs on the CPU."
             return message("numerics", got=repr(spec.numerics), accepted="'fp32' on sm90", remedy=remedy)
         return None
+
+    def scorer(self, spec: IndexerSpec) -> tuple[Kernel, Any]:
+        """The kernel that scores caches of ``spec``, and the module whose functions launch it."""
+        if spec.format.is_fp8:
+            return sm90_score_config.KERNEL, sm90_score_host
+        return sm90_mxfp4_config.KERNEL, sm100_score_host
 
     def score_config(self, spec: IndexerSpec, next_n: int, layout: str, weights: str) -> Any:
         """The scorer's configuration for ``spec``; weights: "float32" or "bfloat16"."""
@@ -175,7 +179,7 @@ class Sm90Backend:
     def score_launcher(self, step: Step, layout: str) -> tuple[Launcher, Any]:
         """The scorer for a step's format, heads, rows per request and weights, and its configuration."""
         config = self.score_config(step.spec, step.next_n, layout, _WEIGHTS[step.weights.dtype])
-        return self.launcher(step.codes.device, self.kernel, config), config
+        return self.launcher(step.codes.device, self.scorer(step.spec)[0], config), config
 
     def _selector(self, device: torch.device, k: int, rows: int, width: int) -> select_host.Selector:
         """The public top-k's selector for a shape; kernels are shared by all of them, so forgetting some is cheap."""
@@ -200,7 +204,7 @@ class Sm90Backend:
 def _score_into(backend: Sm90Backend, step: Step, pitched: torch.Tensor, max_len: int, flags: torch.Tensor) -> None:
     launch, config = backend.score_launcher(step, "pitched")
     limit_requests(step)
-    backend.host.score_pitched(
+    backend.scorer(step.spec)[1].score_pitched(
         launch,
         config,
         step.codes.contiguous(),

@@ -80,7 +80,8 @@ class Sm90DcpRunner(StreamWorkspace):
             sms=self._blocks,
         )
         for next_n in problem.next_n:
-            backend.launcher(device, backend.kernel, backend.score_config(problem.spec, next_n, "pitched", "float32"))
+            config = backend.score_config(problem.spec, next_n, "pitched", "float32")
+            backend.launcher(device, backend.scorer(problem.spec)[0], config)
         how = "all-gather" if gathers else "tagged pairs"
         self.path = f"score into pitched logits, offer {topn} candidates a row by {how}, merge"
 
@@ -188,7 +189,7 @@ class Sm90DcpRunner(StreamWorkspace):
             table = self._shard.table(step)
             if self._shard.whole is not None:
                 logits, word, width = self._shard.whole[: step.rows], 0, self.plan.problem.max_context
-        self._backend.host.score_pitched(
+        self._backend.scorer(step.spec)[1].score_pitched(
             Recorder(launch, self._calls),
             config,
             named(step.codes, "query"),
@@ -252,8 +253,8 @@ class DcpRelaunch:
     """
 
     __slots__ = (
-        *("_parts", "_runner", "_take_lengths", "current_device", "direct", "index", "lock", "raw_stream"),
-        "turns",
+        *("_parts", "_runner", "_take_lengths", "current_device", "direct", "element", "index", "lock"),
+        *("raw_stream", "turns"),
     )
 
     alignment = 16  # of the copy engine
@@ -265,7 +266,7 @@ class DcpRelaunch:
         take_lengths: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self._runner, self._parts, self._take_lengths = runner, parts, take_lengths
-        self.turns, self.index, self.lock = runner, runner.index, runner.lock
+        self.turns, self.index, self.lock, self.element = runner, runner.index, runner.lock, runner.element
         self.direct: Callable[..., None] | None = None
         self.raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice

@@ -68,6 +68,7 @@ class StreamWorkspace:
     Attributes:
         stream: of the last step, if that was an eager one: a step on it need not take turns.
         index: the device's.
+        element: one int32 of the workspace.
         lock: threads take turns with the workspace and with what is said about streams.
     """
 
@@ -78,6 +79,7 @@ class StreamWorkspace:
             self._logits = torch.empty(plan.logits_elements, dtype=torch.bfloat16, device=device)
             self._lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self._wide = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.element = self._lens[:1]
         self._flags = DeviceFlags(device)
         self._blocks = backend.sms(device)
         self.index = device.index or 0
@@ -147,7 +149,8 @@ class Sm90Runner(StreamWorkspace):
             maxima=True,
         )
         for next_n in problem.next_n:  # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
-            backend.launcher(device, backend.kernel, backend.score_config(problem.spec, next_n, "compact", "float32"))
+            config = backend.score_config(problem.spec, next_n, "compact", "float32")
+            backend.launcher(device, backend.scorer(problem.spec)[0], config)
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
@@ -168,7 +171,7 @@ class Sm90Runner(StreamWorkspace):
         """The two launches as integers; refuses what the kernels cannot take."""
         launch, config = self._backend.score_launcher(step, "compact")
         self._calls.clear()
-        self._backend.host.score_compact(
+        self._backend.scorer(step.spec)[1].score_compact(
             Recorder(launch, self._calls),
             config,
             named(step.codes, "query"),
@@ -216,7 +219,10 @@ class Sm90Relaunch:
         take_lengths: brings lengths that the kernels cannot read as they are into the workspace; or None.
     """
 
-    __slots__ = ("_launches", "_take_lengths", "current_device", "direct", "index", "lock", "raw_stream", "turns")
+    __slots__ = (
+        *("_launches", "_take_lengths", "current_device", "direct", "element", "index", "lock", "raw_stream"),
+        "turns",
+    )
 
     alignment = 16  # of the copy engine
 
@@ -227,7 +233,7 @@ class Sm90Relaunch:
         take_lengths: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self.turns, self._launches, self._take_lengths, self.index = runner, launches, take_lengths, runner.index
-        self.lock = runner.lock
+        self.lock, self.element = runner.lock, runner.element
         self.direct = None if take_lengths is not None else launches
         # C calls instead of Stream objects: an eager step has a budget of a few microseconds.
         self.raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream

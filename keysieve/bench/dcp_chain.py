@@ -42,7 +42,7 @@ class Chain:
         self.lens = torch.full((rows,), local * here.world, dtype=torch.int32, device=device)
         self.flags = torch.zeros(64, dtype=torch.int32, device=device)
         config = self.backend.score_config(spec, 1, "pitched", "float32")
-        self.launch, self.config = self.backend.launcher(device, self.backend.kernel, config), config
+        self.launch, self.config = self.backend.launcher(device, self.backend.scorer(spec)[0], config), config
         self.sms = self.backend.sms(device)
 
         def make(kernel: Any, wanted: Any) -> Any:
@@ -63,7 +63,7 @@ class Chain:
         self.shard: dict[str, Any] = {"world": here.world, "rank": here.rank, "interleave": 1}
 
     def score(self, x: Inputs) -> None:
-        self.backend.host.score_pitched(
+        self.backend.scorer(self.spec)[1].score_pitched(
             self.launch,
             self.config,
             x.query,

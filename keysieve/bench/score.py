@@ -150,7 +150,7 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
 
 def score_call(launch: Callable[..., None], config: Any, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
     """One launch on an input set."""
-    _backend(pool.device).host.score_compact(
+    _backend(pool.device).scorer(_spec(32))[1].score_compact(
         launch,
         config,
         x.query,
@@ -267,7 +267,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     config = config_of(case, device)
-    launch = Launcher(_backend(device).kernel, config, device)
+    launch = Launcher(_backend(device).scorer(_spec(case.heads))[0], config, device)
     sets = timing.sets_for(case.read_bytes, l2, MOST_SETS)
     inputs = make_inputs(case, pool, sets)
     torch.cuda.synchronize(device)
@@ -321,10 +321,14 @@ def _backend(device: torch.device) -> Any:
     return load(name_for("auto", device))
 
 
+def _spec(heads: int) -> IndexerSpec:
+    """What is scored."""
+    return IndexerSpec(heads, TOPK, "fp8_fp32", numerics="fp32")
+
+
 def config_of(case: Case, device: torch.device) -> Any:
     """The configuration a case runs in."""
-    spec = IndexerSpec(case.heads, TOPK, "fp8_fp32", numerics="fp32")
-    return _backend(device).score_config(spec, case.next_n, "compact", "float32")
+    return _backend(device).score_config(_spec(case.heads), case.next_n, "compact", "float32")
 
 
 def prepare(cases: list[Case], device: torch.device) -> None:
@@ -332,7 +336,7 @@ def prepare(cases: list[Case], device: torch.device) -> None:
     from keysieve.compile.parallel import Job, run
 
     configs = list(dict.fromkeys(config_of(case, device) for case in cases))
-    kernel, arch = _backend(device).kernel, arch_of(device)[1]
+    kernel, arch = _backend(device).scorer(_spec(32))[0], arch_of(device)[1]
     for result in run([Job(kernel.name, config, arch) for config in configs], len(configs)):
         if result.status == "failed":
             raise RuntimeError(f"{result.name}: {result.error}")

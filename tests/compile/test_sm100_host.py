@@ -123,12 +123,13 @@ def test_blackwells_lead_here() -> None:
 
 def test_it_says_that_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = sm100.Sm100Backend()
+    kernel = backend.scorer(ks.IndexerSpec(64, 2048, "mxfp4"))[0]
     monkeypatch.setattr("keysieve.sm90.Launcher", lambda *_args: object())
     with pytest.warns(sm100.UntriedWarning, match="not run"):
-        backend.launcher(torch.device("cuda", 0), backend.kernel, "one")
+        backend.launcher(torch.device("cuda", 0), kernel, "one")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backend.launcher(torch.device("cuda", 0), backend.kernel, "two")
+        backend.launcher(torch.device("cuda", 0), kernel, "two")
 
 
 def test_mxfp4_without_scale_words_is_refused_before_the_launch() -> None:
