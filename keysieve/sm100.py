@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from keysieve.checks import message
-from keysieve.kernels import sm100_score_config, sm100_score_host
+from keysieve.gpu import GpuBackend
+from keysieve.kernels import score_words_host, sm100_score_config
 from keysieve.kernels.base import Kernel
 from keysieve.launch import Launcher
-from keysieve.sm90 import Sm90Backend
 from keysieve.spec import IndexerSpec
 
 
@@ -23,8 +23,8 @@ class UntriedWarning(UserWarning):
     """Kernels are about to run that have been compiled and inspected, but never run, by those who wrote them."""
 
 
-class Sm100Backend(Sm90Backend):
-    """What one process does on its Blackwell GPUs: the Hopper backend with another scorer, and both numerics."""
+class Sm100Backend(GpuBackend):
+    """What one process does on its Blackwell GPUs: key formats and numerics of every kind."""
 
     name = "sm100"
 
@@ -37,7 +37,7 @@ class Sm100Backend(Sm90Backend):
     def scorer(self, spec: IndexerSpec) -> tuple[Kernel, Any]:
         """The kernel that scores caches of any ``spec``, and the module whose functions launch it."""
         del spec
-        return sm100_score_config.KERNEL, sm100_score_host
+        return sm100_score_config.KERNEL, score_words_host
 
     def score_config(self, spec: IndexerSpec, next_n: int, layout: str, weights: str) -> Any:
         """The scorer's configuration for ``spec``; weights: "float32" or "bfloat16"."""
@@ -45,7 +45,7 @@ class Sm100Backend(Sm90Backend):
         return sm100_score_config.ScoreConfig(spec.key_format, numerics, spec.heads, next_n, layout, weights)
 
     def launcher(self, device: torch.device, kernel: Any, config: Any) -> Launcher:
-        """As on Hopper; says once what has not been done."""
+        """The launcher of one kernel configuration on ``device``; says once what has not been done."""
         if not self._launchers:
             text = "keysieve's Blackwell kernels are compiled and inspected, not run: run `keysieve check` first"
             warnings.warn(f"{text} (docs/blackwell.md)", UntriedWarning, stacklevel=2)

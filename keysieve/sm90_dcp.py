@@ -28,7 +28,7 @@ from keysieve.sm90_dcp_paths import Gathered, Replicated
 from keysieve.sm90_step import StreamWorkspace, limit_requests
 
 if TYPE_CHECKING:
-    from keysieve.sm90 import Sm90Backend
+    from keysieve.gpu import GpuBackend
 
 _SITE: Final = "site"
 _NAMES: Final = (*ADDRESSES, _SITE)
@@ -47,7 +47,7 @@ class Sm90DcpRunner(StreamWorkspace):
         path: what a step runs, in words.
     """
 
-    def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device, dcp: ContextParallel) -> None:
+    def __init__(self, backend: GpuBackend, plan: Plan, device: torch.device, dcp: ContextParallel) -> None:
         super().__init__(backend, plan, device)
         problem = plan.problem
         assert problem.sharding is not None

@@ -19,7 +19,7 @@ from keysieve.reference.merge import Merged, saturated_ranks
 from keysieve.spec import MAX_TOPK, candidate_words
 
 if TYPE_CHECKING:
-    from keysieve.sm90 import Sm90Backend
+    from keysieve.gpu import GpuBackend
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -27,7 +27,7 @@ _INTEGERS = (torch.int32, torch.int64)
 class ListMerger:
     """The merges of one backend's stateless calls, by form."""
 
-    def __init__(self, backend: Sm90Backend) -> None:
+    def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
         self.merging = lru_cache(maxsize=64)(self._merging)
 

@@ -19,7 +19,7 @@ from keysieve.repeats import ADDRESSES, Relaunch
 from keysieve.spec import MAX_REQUESTS
 
 if TYPE_CHECKING:
-    from keysieve.sm90 import Sm90Backend
+    from keysieve.gpu import GpuBackend
 
 NO_STREAM: Final = -1
 """A handle that no stream has."""
@@ -72,7 +72,7 @@ class StreamWorkspace:
         lock: threads take turns with the workspace and with what is said about streams.
     """
 
-    def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device) -> None:
+    def __init__(self, backend: GpuBackend, plan: Plan, device: torch.device) -> None:
         self.plan, self._backend, self._device = plan, backend, device
         rows = plan.problem.max_rows
         with torch.inference_mode(False):
@@ -131,7 +131,7 @@ class Sm90Runner(StreamWorkspace):
         path: what a step runs, in words.
     """
 
-    def __init__(self, backend: Sm90Backend, plan: Plan, device: torch.device) -> None:
+    def __init__(self, backend: GpuBackend, plan: Plan, device: torch.device) -> None:
         super().__init__(backend, plan, device)
         problem = plan.problem
         with torch.inference_mode(False):

@@ -2,7 +2,7 @@
 
 `launch` is a `keysieve.launch.Launcher` made with `sm90_score_config.KERNEL` and the configuration (or anything that
 takes the entry's integers without the stream). What only the scorers need, alignment and strides, is checked here.
-`sm100_score_host` calls these functions for Blackwell: its entry differs by one address in front.
+`score_words_host` calls these functions for scorers that take the queries' scale words as well: one address in front.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def score_compact(
     contiguous. index_table: int32 [requests, width], any row stride. logits: BF16, `tops` uint16 or int16 of an eighth
     its elements. starts: int32 [requests + 1], filled with the tiles before each request. flags: the int32 flag word,
     bits as in `schedule`. blocks: the device's SMs (any number gives the same bits). chained: launch as a programmatic
-    dependent of the kernel before. words: none; for what Blackwell takes see `sm100_score_host`.
+    dependent of the kernel before. words: none; see `score_words_host`.
     """
     del words
     _require_layout(config, "compact")

@@ -11,7 +11,7 @@ import torch
 import keysieve as ks
 from keysieve import backends, sm100
 from keysieve.checks import KeysieveError
-from keysieve.kernels import sm100_score_config, sm100_score_host
+from keysieve.kernels import score_words_host, sm100_score_config
 from keysieve.launch import ARCH_OF_CAPABILITY
 
 
@@ -41,7 +41,7 @@ def test_the_integers_mean_what_the_entry_names(key_format: str) -> None:
     logits, tops = torch.empty(4096, dtype=torch.bfloat16), torch.empty(512, dtype=torch.int16)
     starts, flags = torch.empty(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     calls: list[tuple[int, ...]] = []
-    sm100_score_host.score_compact(
+    score_words_host.score_compact(
         lambda *integers: calls.append(integers),
         config,
         *(query, cache, weights, lens, table),
@@ -73,7 +73,7 @@ def test_pitched_launches_have_the_pitch_and_no_tops() -> None:
     config = sm100_score_config.ScoreConfig("mxfp4", "fp32", 8, 1, "pitched", "bfloat16")
     logits = torch.empty(2, 1024, dtype=torch.bfloat16)
     calls: list[tuple[int, ...]] = []
-    sm100_score_host.score_pitched(
+    score_words_host.score_pitched(
         lambda *integers: calls.append(integers),
         config,
         *arguments(config, 2),
@@ -90,7 +90,7 @@ def test_pitched_launches_have_the_pitch_and_no_tops() -> None:
 def test_scale_words_must_be_contiguous() -> None:
     config = sm100_score_config.ScoreConfig("mxfp4", "fp32", 8, 1, "pitched", "float32")
     with pytest.raises(KeysieveError, match="scale words"):
-        sm100_score_host.score_pitched(
+        score_words_host.score_pitched(
             lambda *_integers: pytest.fail("launched"),
             config,
             *arguments(config, 2),
@@ -124,7 +124,7 @@ def test_blackwells_lead_here() -> None:
 def test_it_says_that_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = sm100.Sm100Backend()
     kernel = backend.scorer(ks.IndexerSpec(64, 2048, "mxfp4"))[0]
-    monkeypatch.setattr("keysieve.sm90.Launcher", lambda *_args: object())
+    monkeypatch.setattr("keysieve.gpu.Launcher", lambda *_args: object())
     with pytest.warns(sm100.UntriedWarning, match="not run"):
         backend.launcher(torch.device("cuda", 0), kernel, "one")
     with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def test_mxfp4_without_scale_words_is_refused_before_the_launch() -> None:
     config = sm100_score_config.ScoreConfig("mxfp4", "fp32", 8, 1, "pitched", "bfloat16")
     calls: list[tuple[int, ...]] = []
     with pytest.raises(KeysieveError, match="scale words"):
-        sm100_score_host.score_pitched(
+        score_words_host.score_pitched(
             lambda *integers: calls.append(integers),
             config,
             *arguments(config, 2),

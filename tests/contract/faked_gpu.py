@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import keysieve as ks
-from keysieve import IndexerSpec, indexer, sm90, sm90_step
+from keysieve import IndexerSpec, gpu, indexer, sm90, sm90_step
 
 CPU = torch.device("cpu")
 SPEC = IndexerSpec(heads=8, topk=16)
@@ -35,7 +35,7 @@ class Device:
         """Put the faked device where the host looks."""
         backend = sm90.Sm90Backend()
         backend._sms[CPU] = 132
-        patch.setattr(sm90, "Launcher", lambda kernel, config, _device: Launch(self, kernel.symbol(config)))
+        patch.setattr(gpu, "Launcher", lambda kernel, config, _device: Launch(self, kernel.symbol(config)))
         patch.setattr(sm90_step, "capturing", lambda: self.stream in self.capturing)
         patch.setattr(indexer, "resolve", lambda *_args, **_options: backend)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: self.stream, raising=False)

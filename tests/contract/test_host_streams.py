@@ -11,7 +11,7 @@ import torch
 from faked_gpu import CPU, SPEC, Device, Launch, arguments, build, call, moved
 
 import keysieve as ks
-from keysieve import IndexerSpec, sm90, sm90_step
+from keysieve import IndexerSpec, gpu, sm90_step
 from keysieve.reference.topk import check_topk
 
 
@@ -159,7 +159,7 @@ def test_the_path_is_said(device: Device) -> None:
 def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes alone are judged without a cache; with one, its device and its pages' alignment as well."""
     backend = device.install(monkeypatch)
-    monkeypatch.setattr(sm90, "unlaunchable", lambda _: None)
+    monkeypatch.setattr(gpu, "unlaunchable", lambda _: None)
     cache = arguments()["cache"]
     assert backend.reason_against(SPEC, 1, CPU, None) is None
     assert backend.reason_against(SPEC, 8, CPU, cache) is None
@@ -175,7 +175,7 @@ def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monk
     reason = backend.reason_against(SPEC, 1, CPU, cache)
     assert reason is not None
     assert "16-byte aligned" in reason
-    monkeypatch.setattr(sm90, "unlaunchable", lambda _: "the toolchain is missing")
+    monkeypatch.setattr(gpu, "unlaunchable", lambda _: "the toolchain is missing")
     assert backend.reason_against(SPEC, 1, CPU, None) == "the toolchain is missing"
 
 

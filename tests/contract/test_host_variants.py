@@ -12,7 +12,7 @@ import pytest
 import torch
 from faked_gpu import Device, Launch, arguments, build, call
 
-from keysieve import sm90
+from keysieve import gpu
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.symbol(config))
         return Launch(device, names[-1])
 
-    monkeypatch.setattr(sm90, "Launcher", launcher)
+    monkeypatch.setattr(gpu, "Launcher", launcher)
     return names
 
 

@@ -1,4 +1,4 @@
-"""From tensors to a launch of the Blackwell scorer: the Hopper host's integers, and the queries' scale words in front.
+"""From tensors to a launch of a scorer that takes the queries' scale words as well (MXFP4): one address in front.
 
 The functions take what `sm90_score_host`'s take, and `words`, int32 [rows, heads], contiguous, for MXFP4 (else None).
 """
