@@ -27,8 +27,9 @@ import torch.multiprocessing as mp
 
 import keysieve as ks
 from keysieve.bench import timing
+from keysieve.bench.caches import make_pool
 from keysieve.bench.dcp_chain import Chain
-from keysieve.bench.score import TOPK, Case, Inputs, make_inputs, make_pool
+from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
 from keysieve.reference.dcp_maps import global_positions
 from keysieve.reference.topk import select
 from keysieve.spec import PAGE, default_topn

@@ -22,7 +22,8 @@ import torch
 
 import keysieve as ks
 from keysieve.bench import timing
-from keysieve.bench.score import TOPK, Case, Inputs, make_inputs, make_pool
+from keysieve.bench.caches import make_pool
+from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
 from keysieve.relaunch import Calls, launch_list
 from keysieve.repeats import ADDRESSES
 

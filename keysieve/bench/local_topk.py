@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from keysieve.bench import timing
-from keysieve.bench.score import Case, make_inputs, make_pool
+from keysieve.bench.caches import make_pool
+from keysieve.bench.score import Case, make_inputs
 from keysieve.checks import KeysieveError
 from keysieve.kernels import sm90_score_config, sm90_score_host
 from keysieve.kernels.local_topk_config import LocalTopkConfig, n_class_of, room_for

@@ -1,7 +1,7 @@
 """Times of the scorer on one H200, DeepGEMM beside it in the same run where it is installed, exactness first.
 
     python -m keysieve.bench.score [--set main,heads64,bimodal] [--only 32x128K] [--out docs/measurements/score.jsonl]
-                                   [--no-peers] [--prepare] [--seconds 45] [--warm-peers]
+                                   [--format fp8_fp32] [--no-peers] [--prepare] [--seconds 45] [--warm-peers]
 
 Every case first passes its gate: our logits within the derived bound of the exact ones on sampled rows, tops and rerun
 bitwise, and (with DeepGEMM) both logits within the sum of both bounds. Only then is it timed, as `bench.timing` says.
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,16 @@ import torch
 
 from keysieve.backends import load, name_for
 from keysieve.bench import timing
+from keysieve.bench.caches import make_pool, make_query, page_values, query_values
 from keysieve.launch import Launcher, arch_of
 from keysieve.reference.layouts import row_tops
-from keysieve.spec import PAGE, TILE, IndexerSpec
+from keysieve.spec import FORMATS, PAGE, TILE, IndexerSpec
 from keysieve.testing.score_bound import logit_bound
 
 READ_BANDWIDTH = 4.27e12
 """Bytes a second that a grid-stride read of 4 GiB reaches on an H200."""
 PRODUCT_RATE = 1.58e15
 """FP8 operations a second that large products reach there."""
-PAGE_BYTES = 8448
 TOPK = 2048
 POOL_PAGES = 140_000
 MOST_SETS = 400
@@ -47,6 +47,12 @@ class Case:
     lengths: tuple[int, ...]
     next_n: int = 1
     heads: int = 32
+    key_format: str = "fp8_fp32"
+
+    @property
+    def spec(self) -> IndexerSpec:
+        """What is scored."""
+        return IndexerSpec(self.heads, TOPK, self.key_format, numerics="fp32")
 
     @property
     def keys(self) -> int:
@@ -56,7 +62,7 @@ class Case:
     @property
     def read_bytes(self) -> int:
         """Key and scale bytes of an iteration."""
-        return self.keys * 132
+        return self.keys * self.spec.format.width
 
     @property
     def limit_us(self) -> float:
@@ -98,6 +104,7 @@ class Inputs:
     """One input set of a case, and where its results go."""
 
     query: torch.Tensor
+    words: torch.Tensor | None
     weights: torch.Tensor
     lens: torch.Tensor
     table: torch.Tensor
@@ -106,18 +113,9 @@ class Inputs:
     starts: torch.Tensor
     flags: torch.Tensor
 
-
-def make_pool(pages: int, device: torch.device) -> torch.Tensor:
-    """uint8 [pages, 64, 132] of Gaussian keys and fp32 scales; the bytes repeat every 4,096 pages."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    base = torch.empty(4096, PAGE_BYTES, dtype=torch.uint8, device=device)
-    keys = torch.randn(4096, 8192, device=device, generator=generator)
-    base[:, :8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
-    base[:, 8192:] = (torch.rand(4096, PAGE, device=device, generator=generator) * 0.02 + 0.01).view(torch.uint8)
-    pool = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
-    for first in range(0, pages, 4096):
-        pool[first : first + 4096] = base[: min(4096, pages - first)]
-    return pool.view(pages, PAGE, 132)
+    def given(self, rows: slice = slice(None)) -> Any:
+        """The query as the library's calls take it."""
+        return self.query[rows] if self.words is None else (self.query[rows], self.words[rows])
 
 
 def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
@@ -136,7 +134,7 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
         for request, count in enumerate(need):
             table[request, :count] = order[start : start + count]
             start += count
-        query = torch.randn(rows, heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+        query, words = make_query(rows, heads, device, case.key_format, generator)
         weights = torch.randn(rows, heads, device=device, generator=generator)
         lens = torch.tensor([n for n in case.lengths for _ in range(case.next_n)], dtype=torch.int32, device=device)
         fresh = not share or not made
@@ -144,13 +142,13 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
         tops = torch.empty(elements // 8, dtype=torch.int16, device=device) if fresh else made[0].tops
         starts = torch.empty(len(need) + 1, dtype=torch.int32, device=device)
         flags = torch.zeros(1, dtype=torch.int32, device=device)
-        made.append(Inputs(query, weights, lens, table, logits, tops, starts, flags))
+        made.append(Inputs(query, words, weights, lens, table, logits, tops, starts, flags))
     return made
 
 
-def score_call(launch: Callable[..., None], config: Any, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
+def score_call(host: Any, launch: Callable[..., None], config: Any, pool: torch.Tensor, x: Inputs, blocks: int) -> None:
     """One launch on an input set."""
-    _backend(pool.device).scorer(_spec(32))[1].score_compact(
+    host.score_compact(
         launch,
         config,
         x.query,
@@ -165,16 +163,17 @@ def score_call(launch: Callable[..., None], config: Any, pool: torch.Tensor, x: 
         starts=x.starts,
         flags=x.flags,
         blocks=blocks,
+        words=x.words,
     )
 
 
 def exact_row(case: Case, pool: torch.Tensor, x: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 (logits, magnitudes) of a row, see `score_bound`."""
     request, length = row // case.next_n, int(x.lens[row])
-    raw = pool.view(pool.shape[0], PAGE_BYTES)[x.table[request, : -(-length // PAGE)].long()]
-    keys = raw[:, :8192].reshape(-1, 128).view(torch.float8_e4m3fn)[:length].double()
-    scale = raw[:, 8192:].contiguous().view(torch.float32).reshape(-1)[:length].double()
-    query, weights = x.query[row].double(), x.weights[row].double()[:, None]
+    raw = pool.view(pool.shape[0], -1)[x.table[request, : -(-length // PAGE)].long()]
+    keys, scale = (t[:length] for t in page_values(raw, case.key_format))
+    query = query_values(x.query[row], None if x.words is None else x.words[row])
+    weights = x.weights[row].double()[:, None]
     exact = ((query @ keys.T).clamp_min(0.0) * weights).sum(0) * scale
     return exact, (query.abs() @ keys.abs().T * weights.abs()).sum(0) * scale
 
@@ -257,8 +256,8 @@ def read_bandwidth(device: torch.device, gigabytes: int = 4) -> float:
 
 
 def peers_of(case: Case, peer: DeepGemm | None) -> DeepGemm | None:
-    """The peer where it serves the case: it has one or two query rows."""
-    return peer if peer is not None and case.next_n <= 2 else None
+    """The peer where it serves the case: FP8 caches, one or two query rows."""
+    return peer if peer is not None and case.next_n <= 2 and case.spec.format.is_fp8 else None
 
 
 def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: float) -> timing.Record:
@@ -267,7 +266,8 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     config = config_of(case, device)
-    launch = Launcher(_backend(device).scorer(_spec(case.heads))[0], config, device)
+    kernel, host = _backend(device).scorer(case.spec)
+    launch = Launcher(kernel, config, device)
     sets = timing.sets_for(case.read_bytes, l2, MOST_SETS)
     inputs = make_inputs(case, pool, sets)
     torch.cuda.synchronize(device)
@@ -282,7 +282,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
         return served.logits(case, pool, inputs[i], *plans[i])
 
     def ours(i: int) -> None:
-        score_call(launch, config, pool, inputs[i], blocks)
+        score_call(host, launch, config, pool, inputs[i], blocks)
 
     excess = gate(case, pool, inputs[0], lambda: ours(0), (lambda: theirs(0)) if served else None)
     taken = timing.graph_time(ours, sets=sets, bytes_per_set=case.read_bytes, device=device)
@@ -303,7 +303,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
         next_n=case.next_n,
         heads=case.heads,
         topk=TOPK,
-        format="fp8_fp32",
+        format=case.key_format,
         numerics="fp32",
         exact=True,
         limit_us=round(case.limit_us, 2),
@@ -321,14 +321,9 @@ def _backend(device: torch.device) -> Any:
     return load(name_for("auto", device))
 
 
-def _spec(heads: int) -> IndexerSpec:
-    """What is scored."""
-    return IndexerSpec(heads, TOPK, "fp8_fp32", numerics="fp32")
-
-
 def config_of(case: Case, device: torch.device) -> Any:
     """The configuration a case runs in."""
-    return _backend(device).score_config(_spec(case.heads), case.next_n, "compact", "float32")
+    return _backend(device).score_config(case.spec, case.next_n, "compact", "float32")
 
 
 def prepare(cases: list[Case], device: torch.device) -> None:
@@ -336,7 +331,7 @@ def prepare(cases: list[Case], device: torch.device) -> None:
     from keysieve.compile.parallel import Job, run
 
     configs = list(dict.fromkeys(config_of(case, device) for case in cases))
-    kernel, arch = _backend(device).scorer(_spec(32))[0], arch_of(device)[1]
+    kernel, arch = _backend(device).scorer(cases[0].spec)[0], arch_of(device)[1]
     for result in run([Job(kernel.name, config, arch) for config in configs], len(configs)):
         if result.status == "failed":
             raise RuntimeError(f"{result.name}: {result.error}")
@@ -360,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", default="main,heads64,bimodal", help=f"comma list of {', '.join(CASE_SETS)}")
     parser.add_argument("--only", default="", help="comma list of case names")
+    parser.add_argument("--format", default="fp8_fp32", choices=tuple(FORMATS), help="of keys and queries")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--no-peers", action="store_true", help="leave DeepGEMM out where it is installed")
     parser.add_argument("--prepare", action="store_true", help="compile in parallel first")
@@ -368,7 +364,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     begin = time.monotonic()
     names = set(filter(None, args.only.split(",")))
-    chosen = [c for group in args.set.split(",") for c in CASE_SETS[group] if not names or c.name in names]
+    listed = [c for group in args.set.split(",") for c in CASE_SETS[group] if not names or c.name in names]
+    chosen = [replace(c, key_format=args.format) for c in listed]
     device = torch.device("cuda", torch.cuda.current_device())
     if args.warm_peers:
         warm_peers(DeepGemm(), device)
@@ -378,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = read_bandwidth(device)
     print(f"this device reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
-    pool = make_pool(pages, device)
+    pool = make_pool(pages, device, args.format)
     peer: DeepGemm | None = None
     if not args.no_peers:
         try:

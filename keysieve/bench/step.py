@@ -1,6 +1,7 @@
 """The whole step on one GPU: ``DecodeIndexer`` in a CUDA graph, with score and select timed alone beside it.
 
-    python -m keysieve.bench.step [--only 32x128K,1x4K] [--out docs/measurements/step.jsonl] [--peers]
+    python -m keysieve.bench.step [--only 32x128K,1x4K] [--format fp8_fp32] [--out docs/measurements/step.jsonl]
+                                  [--peers]
 
 Every case first passes its gate: the step's positions equal a stable order of the device's own logits, and a rerun is
 byte-equal. Only then is it timed, as ``bench.timing`` says. Prints a table and appends one JSON line a case.
@@ -13,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ import torch
 
 import keysieve as ks
 from keysieve.bench import timing
+from keysieve.bench.caches import make_pool
 from keysieve.bench.peers import steps
-from keysieve.bench.score import POOL_PAGES, TOPK, Case, Inputs, make_inputs, make_pool
+from keysieve.bench.score import POOL_PAGES, TOPK, Case, Inputs, make_inputs
 from keysieve.reference.topk import select
-from keysieve.spec import PAGE
+from keysieve.spec import FORMATS, PAGE
 
 K = 1024
 TARGETS_US = {
@@ -44,6 +47,9 @@ TARGETS_US = {
 }
 """Case -> the time to reach on an H200: below the fastest unordered combination of parts measured there."""
 
+MXFP4_TARGETS_US = {"8x128K": 35.0, "128x4K": 24.0, "64x64K": 95.0, "64x64Kx2": 105.0}
+"""The same for MXFP4 caches: 10 us after the time of the scorer."""
+
 CASES = [
     *(Case(f"1x{n}K" if n < K else "1x1M", (n * K,)) for n in (4, 32, 128, 1024)),
     *(Case(f"8x{n}K", (n * K,) * 8) for n in (32, 128)),
@@ -57,8 +63,8 @@ CASES = [
 
 def gate(spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, x: Inputs, case: Case) -> None:
     """Raise unless the step selects exactly from the device's own logits, twice the same bytes."""
-    out = indexer(x.query, cache, x.weights, x.lens, x.table, positions=True)
-    again = indexer(x.query, cache, x.weights, x.lens, x.table)
+    out = indexer(x.given(), cache, x.weights, x.lens, x.table, positions=True)
+    again = indexer(x.given(), cache, x.weights, x.lens, x.table)
     indexer.check()
     assert out.positions is not None
     if not torch.equal(out.rows, again.rows):
@@ -66,7 +72,7 @@ def gate(spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, 
     few = slice(0, max(case.next_n, 4 // case.next_n * case.next_n))
     requests = slice(0, few.stop // case.next_n)
     logits = ks.score(
-        spec, x.query[few], cache, x.weights[few], x.lens[few], x.table[requests], max_len=max(case.lengths)
+        spec, x.given(few), cache, x.weights[few], x.lens[few], x.table[requests], max_len=max(case.lengths)
     )
     positions, counts = select(logits.cpu(), x.lens[few].tolist(), spec.topk)
     if not torch.equal(out.positions[few].cpu(), positions) or not torch.equal(out.counts[few].cpu(), counts):
@@ -89,13 +95,14 @@ def peer_times(calls: dict[str, Callable[[int], object]], sets: int, case: Case,
 def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Record:
     """Gate, then the time of a step in a graph and the host's time of an eager one; peers: others' steps too."""
     device = pool.device
-    spec = ks.IndexerSpec(case.heads, TOPK)
+    spec = case.spec
     cache = ks.IndexCache(spec, pool)
     rows = len(case.lengths) * case.next_n
     indexer = ks.DecodeIndexer(spec, rows, max(case.lengths), case.next_n, device=device)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     sets = timing.sets_for(case.read_bytes, l2)
     inputs = make_inputs(case, pool, sets)
+    given = [x.given() for x in inputs]
     width = max(case.lengths) // PAGE
     kv_table = torch.randperm(width * len(case.lengths), device=device).to(torch.int32).view(len(case.lengths), width)
     out = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
@@ -104,13 +111,14 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
 
     def step(i: int) -> None:
         x = inputs[i]
-        indexer(x.query, cache, x.weights, x.lens, x.table, kv_table=kv_table, out=out, counts=counts)
+        indexer(given[i], cache, x.weights, x.lens, x.table, kv_table=kv_table, out=out, counts=counts)
 
     taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
     host = timing.host_time(lambda: step(0), calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
-    others = steps(case, pool, inputs, kv_table, TOPK) if peers else {}
+    others = steps(case, pool, inputs, kv_table, TOPK) if peers and spec.format.is_fp8 else {}
     times, failed = peer_times(others, sets, case, device)
-    extra = {"host_us": round(host.us, 2), "must_reach_us": TARGETS_US.get(case.name), "input_sets": sets}
+    targets = TARGETS_US if spec.format.is_fp8 else MXFP4_TARGETS_US
+    extra = {"host_us": round(host.us, 2), "must_reach_us": targets.get(case.name), "input_sets": sets}
     return timing.record(
         "step",
         case.name,
@@ -134,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 1 when a gate failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma list of case names")
+    parser.add_argument("--format", default="fp8_fp32", choices=tuple(FORMATS), help="of keys and queries")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument(
         "--peers", action="store_true", help="other libraries' steps beside it; first bench.select --warm-peers"
@@ -141,10 +150,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
     args = parser.parse_args(argv)
     names = set(filter(None, args.only.split(",")))
-    chosen = [c for c in CASES if not names or c.name in names]
+    chosen = [replace(c, key_format=args.format) for c in CASES if not names or c.name in names]
     device = torch.device("cuda", torch.cuda.current_device())
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])
-    pool = make_pool(pages, device)
+    pool = make_pool(pages, device, args.format)
     failed = 0
     begun = time.monotonic()
     for case in chosen:
@@ -159,10 +168,10 @@ def main(argv: list[str] | None = None) -> int:
             continue
         if args.out is not None:
             timing.append(args.out, record)
-        target = TARGETS_US[case.name]
-        verdict = "ok  " if record.us <= target else "over"
+        target = record.extra["must_reach_us"]
+        verdict = "" if target is None else f" must {target:6.1f} {'ok' if record.us <= target else 'over'}"
         print(
-            f"{case.name:>10} {record.us:8.2f} us  must {target:6.1f} {verdict}"
+            f"{case.name:>10} {record.us:8.2f} us {verdict}"
             f" limit {case.limit_us:6.1f} host {record.extra['host_us']:.1f} us {record.peers or ''}",
             flush=True,
         )
