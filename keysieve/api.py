@@ -13,7 +13,7 @@ import torch
 from keysieve import ops
 from keysieve.backends import load, name_for, resolve
 from keysieve.checks import refuse
-from keysieve.indexer import DecodeIndexer, workspace_bytes
+from keysieve.indexer import DecodeIndexer
 from keysieve.inputs import Query, check_apart, check_output, check_step
 from keysieve.reference import merge as _merge
 from keysieve.reference.local_topk import check_local_topk
@@ -22,6 +22,7 @@ from keysieve.reference.merge import Merged
 from keysieve.reference.score import check_max_len
 from keysieve.reference.topk import check_topk
 from keysieve.spec import IndexerSpec
+from keysieve.workspace import workspace_bytes
 
 __all__ = ["DecodeIndexer", "local_topk", "merge", "score", "topk", "workspace_bytes"]
 

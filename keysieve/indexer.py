@@ -1,4 +1,4 @@
-"""``DecodeIndexer``: the whole step of one model's indexer, and how much memory it takes.
+"""``DecodeIndexer``: the whole step of one model's indexer.
 
 Checks, plan, launch, in this order; a refused call has written nothing.
 """
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from keysieve import ops
-from keysieve.backends import as_device, name_for, resolve
+from keysieve.backends import as_device, resolve
 from keysieve.checks import refuse, require_int
 from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import (
@@ -27,58 +27,17 @@ from keysieve.inputs import (
     check_step,
     query_of,
 )
-from keysieve.plan import Plan, Problem, Sharding, make_plan
+from keysieve.plan import Plan, Problem, make_plan
 from keysieve.reference.rows import physical_rows
 from keysieve.repeats import MOST_FORMS, KnownCall, repeatable
-from keysieve.spec import MAX_NEXT_N, IndexerSpec
+from keysieve.spec import IndexerSpec
+from keysieve.workspace import check_dcp, next_n_counts
 
 _traced = torch.compiler.is_dynamo_compiling
 """Costs an eager step a third of what torch.compiler.is_compiling does, which is asked once no known form fits."""
 
 _MAX_SITE = (1 << 16) - 1
 """The signature of a context-parallel call packs rows and site into one word, 16 bits each."""
-
-
-def workspace_bytes(
-    spec: IndexerSpec,
-    max_rows: int,
-    max_context: int,
-    next_n: int | Sequence[int] = 1,
-    device: torch.device | str | None = None,
-    backend: str = "auto",
-    dcp: ContextParallel | None = None,
-    max_total_keys: int | None = None,
-) -> int:
-    """Bytes that a ``DecodeIndexer`` with these arguments allocates on its device; nothing is allocated.
-
-    The buffers are shared by all layers that use the indexer. ``backend`` may name a GPU backend on a machine that
-    has no such GPU: planning needs none.
-    """
-    where = as_device(device, backend)
-    name = backend if backend not in ("auto", "cpu") else name_for(backend, where)
-    sharding = None
-    if dcp is not None:
-        _check_dcp(dcp)
-        sharding = Sharding(dcp.world, dcp.rank, dcp.interleave, dcp.offered(spec.topk), dcp.sharded)
-    counts = _next_n_counts(next_n)
-    problem = Problem(check_spec(spec), name, max_rows, max_context, counts, max_total_keys, sharding)
-    return make_plan(problem).workspace_bytes
-
-
-def _check_dcp(dcp: Any) -> ContextParallel:
-    if not isinstance(dcp, ContextParallel):
-        remedy = "Build ks.dcp.Exchange(group) or ks.dcp.Gather(group)."
-        refuse("dcp", got=type(dcp).__name__, accepted="a keysieve.dcp object, or None", remedy=remedy)
-    return dcp
-
-
-def _next_n_counts(next_n: int | Sequence[int]) -> tuple[int, ...]:
-    """``next_n`` as the sorted tuple of the counts to prepare for."""
-    remedy = "Use at most 8 query rows per request (1 + speculative tokens)."
-    given = tuple(next_n) if isinstance(next_n, Sequence) else (next_n,)
-    if not given:
-        refuse("next_n", got="an empty sequence", accepted="an int in 1..8, or several", remedy=remedy)
-    return tuple(sorted({require_int("next_n", n, 1, MAX_NEXT_N, remedy) for n in given}))
 
 
 class DecodeIndexer:
@@ -121,12 +80,12 @@ class DecodeIndexer:
     ) -> None:
         self.spec = check_spec(spec)
         self.device = as_device(device, backend)
-        self.next_n = _next_n_counts(next_n)
+        self.next_n = next_n_counts(next_n)
         self._backend = resolve(spec, next_n=self.next_n[-1], backend=backend, device=self.device)
         self.dcp = dcp
         sharding = None
         if dcp is not None:
-            sharding = _check_dcp(dcp).bind(spec, max_rows=max_rows, max_context=max_context, device=self.device)
+            sharding = check_dcp(dcp).bind(spec, max_rows=max_rows, max_context=max_context, device=self.device)
         problem = Problem(
             spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding, bool(early_release)
         )
@@ -191,15 +150,23 @@ class DecodeIndexer:
         counts: torch.Tensor | None = None,
         site: int = 0,
     ) -> Selection:
-        """Select the keys of one layer and step.
+        """Select the keys of one layer and step: for each row the exact top-k by (score, then position).
+
+        A row that sees at most ``topk`` keys takes them all, and a request of such rows alone is not scored.
 
         Args:
-            query, cache, weights, seq_lens, index_table: as for :func:`score`. With ``dcp`` the lengths are global;
-                cache and tables are this rank's.
+            query: E4M3 ``[rows, heads, 128]``; MXFP4: ``(uint8 [rows, heads, 64], int32 [rows, heads])``. Row ``t``
+                belongs to request ``t // next_n``.
+            cache: the IndexCache, of the spec's format, on the indexer's device.
+            weights: float32 or bfloat16 ``[rows, heads]``, every other factor folded in (:func:`fold_weights`).
+            seq_lens: int32 or int64 ``[rows]`` or ``[requests, next_n]``: keys that a row sees, 0 or less for a padding
+                row. With ``dcp`` the lengths are global; cache and tables are this rank's.
+            index_table: int32 ``[requests, columns]`` (with 2-D lengths also one row per query row), page ids; columns
+                past the last needed one are not read.
             kv_table: int32 ``[requests, blocks]`` (or one row per query row), any row stride: block ids of the
                 attention cache. Without it the output rows are key positions (with ``dcp``: local indices). The ids
                 are the caller's: they are not checked, and ``id * block_rows`` has to fit 32 bits.
-            kv_page: tokens per block, a power of two; default the spec's page.
+            kv_page: tokens per block, a power of two; default 64.
             block_rows: rows a block spans in the cache view; default ``kv_page``.
             positions: True for the key positions as well, or an int32 ``[rows, topk]`` buffer for them.
             out: int32 ``[rows, topk]`` buffer for the rows, any row stride that keeps rows apart. Output buffers must
@@ -208,12 +175,15 @@ class DecodeIndexer:
             site: the layer or call site, for the signature that context-parallel ranks compare.
 
         Returns:
-            Selection: ``rows``, ``counts`` and ``positions`` (None if not asked for); every entry is defined: -1 past
-            the count, count 0 for a padding row. With ``dcp`` positions are all winners' global positions.
+            Selection: ``rows`` int32 ``[rows, topk]``, ``counts`` int32 ``[rows]`` and ``positions`` int32 ``[rows,
+            topk]`` (None if not asked for), ascending in position; every entry is defined: -1 past the count, count 0
+            for a padding row. With ``dcp`` positions are all winners' global positions. Equal inputs give equal bytes,
+            whatever the batch (``docs/contract.md``).
 
         Raises:
             KeysieveError: an argument is wrong, or the step exceeds ``max_rows`` or ``max_total_keys``. Nothing was
                 written.
+            ExchangeError: with ``dcp``: peers made another call, did not answer in time, or an earlier call failed.
         """
         if self.dcp is not None:
             self.dcp.raise_failure()
@@ -235,21 +205,27 @@ class DecodeIndexer:
                 )
                 if result is not None:
                     return result
-        if torch.compiler.is_compiling():
-            return self._compiled(
-                query,
-                cache,
-                weights,
-                seq_lens,
-                index_table,
-                kv_table,
-                kv_page,
-                block_rows,
-                positions,
-                out,
-                counts,
-                site,
-            )
+        way = self._compiled if torch.compiler.is_compiling() else self._checked
+        return way(
+            query, cache, weights, seq_lens, index_table, kv_table, kv_page, block_rows, positions, out, counts, site
+        )
+
+    def _checked(
+        self,
+        query: Query,
+        cache: Any,
+        weights: torch.Tensor,
+        seq_lens: torch.Tensor,
+        index_table: torch.Tensor,
+        kv_table: torch.Tensor | None,
+        kv_page: int | None,
+        block_rows: int | None,
+        positions: bool | torch.Tensor,
+        out: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        site: int,
+    ) -> Selection:
+        """A call of a form that is not known yet: every check, the step, and the form remembered if it can recur."""
         with self._peers_told():
             step = check_step(self.spec, query, cache, weights, seq_lens, index_table, device=self.device)
             place = check_placement(
