@@ -100,6 +100,7 @@ class Device:
         form, places = config.format, smem_map(config, shape)
         self.case, self.lanes, self.cut = case, lanes, (block, blocks)
         self.capacity = 1 << 20
+        self.sharding = 0
         self.unit = unit = Unit(places.total, seed)
         self.here = Lanes()
         self.code = device_code(unit, self.here, edits)
@@ -165,7 +166,7 @@ class Device:
         self.here.join(KEY_WARP, lane, together)
         case, config, feed = self.case, self.case.config, self.feed
         requests, width = case.table.shape
-        lens, limit, skip = feed["lengths_of"](config.layout, LENS_AT, 0), PAGE * width, 0
+        lens, limit, skip = feed["lengths_of"](config.layout, LENS_AT, self.sharding), PAGE * width, 0
         asked = (0, 0)
         if self.led:
             asked = feed["ask_ahead"](self.kernel, lens, TABLE_AT, width, requests, limit, *self.cut)
@@ -185,7 +186,7 @@ class Device:
         rows = ByNumber(lambda row: case.query[row])
         held = ByNumber(lambda part, stage: self.unit.origin + query_rows(config, self.kernel.places, part, stage))
         feed["row_views"] = lambda *_: (rows, held)
-        lens = feed["lengths_of"](config.layout, LENS_AT, 0)
+        lens = feed["lengths_of"](config.layout, LENS_AT, self.sharding)
         numbers = (PAGE * width, requests, self.capacity, *self.cut)
         feed["stream_queries"](self.kernel, self.shared, None, None, WEIGHTS_AT, lens, *numbers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sm100_unit
+import torch
 from sm100_block import (
     EVERY_LANE,
     FLAGS_AT,
@@ -22,7 +23,9 @@ from sm100_block import (
 from sm100_source import KERNELS
 
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE
+from keysieve.kernels.sharding_word import sharding_word
 from keysieve.kernels.sm100_score_config import ScoreConfig, ScoreShape, shape_of
+from keysieve.reference.dcp_maps import local_seq_lens
 from keysieve.spec import CANONICAL_NAN, PAGE, TILE
 
 FP8 = ScoreConfig("fp8_fp32", "bf16", 8, 1, "pitched", "float32")
@@ -106,6 +109,25 @@ def test_a_length_above_the_limit_makes_its_row_empty() -> None:
     columns = np.arange(got.shape[1]) % 32 == 0
     np.testing.assert_array_equal(got[:, columns], wanted[:, columns])
     assert device.unit.memory[FLAGS_AT] == 1 << FLAG_BAD_LENGTH
+
+
+def test_global_lengths_are_read_as_a_rank_s_own() -> None:
+    """Context parallel: what is scored is what the documented map says of the lengths in memory."""
+    whole = torch.tensor([[700], [64], [511]], dtype=torch.int32)
+    local = local_seq_lens(whole, world=2, rank=1, interleave=64)
+    tiles = tuple(int(n) for n in -(-local[:, 0] // TILE))
+    assert tiles == (3, 0, 2)
+    case = make_case(FP8, tiles, seed=9)
+    case.lengths = local.numpy().astype(np.int64)
+    case.table[0, :6] = [0, 3, 2, 5, 4, 1]
+    case.table[2, :4] = [8, 7, 6, 9]
+    device = Device(case, SMALL, 0, (0,))
+    device.sharding = sharding_word(2, 1, 64, 1024)
+    device._put_global(LENS_AT, whole.numpy())
+    got = device.run()
+    wanted = by_reference(case)
+    np.testing.assert_array_equal(got[:, ::32], wanted[:, ::32])
+    assert (got[0, ::32] >= 0).any()
 
 
 def test_requests_beyond_the_capacity_are_not_stored() -> None:
