@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit code. Errors that a user can mend are one line, not a traceback."""
-    args = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        parser().print_help(sys.stderr)
+        return REFUSED
+    args = parser().parse_args(given)
     try:
         code: int = args.run(args)
         sys.stdout.flush()  # here, where a reader that has left is not a traceback

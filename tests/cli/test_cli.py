@@ -133,6 +133,13 @@ def test_doctor_says_why_a_backend_does_not_work(capsys: pytest.CaptureFixture[s
                 assert entry["reason"] == reason
 
 
+def test_no_command_at_all_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 2
+    shown = capsys.readouterr().err
+    for command in ("demo", "doctor", "check", "bench", "compile"):
+        assert f"\n    {command} " in shown
+
+
 def test_plain_lines_name_every_fact() -> None:
     found = diagnose()
     text = "\n".join(doctor_cli.plain_lines(found))
