@@ -171,7 +171,8 @@ def by_batch(measured: Measurements, axes: Any) -> list[Line]:
     cases = sorted(scores.keys() & steps.keys(), key=lambda case: float(steps[case]["limit_us"]))
     for shift, (name, lines) in zip((-0.2, 0.2), (("score", scores), ("step", steps)), strict=True):
         shares = [100 * lines[case]["limit_us"] / lines[case]["us"] for case in cases]
-        axes.bar([i + shift for i in range(len(cases))], shares, width=0.38, label=name)
+        of = commits([lines[case] for case in cases])
+        axes.bar([i + shift for i in range(len(cases))], shares, width=0.38, label=f"{name} ({of})")
     axes.axhline(100, color="tab:gray", linestyle="--", label="the limit")
     axes.set_xticks(range(len(cases)), cases, rotation=45, ha="right")
     axes.set(ylabel="% of the limit (bytes / read bandwidth)")
@@ -195,6 +196,9 @@ def by_rows(measured: Measurements, axes: Any) -> list[Line]:
         if known:
             axes.plot(*zip(*known, strict=True), "o:", alpha=0.6, color=colour, label=f"{label}: NCCL + merge")
     axes.set(xscale="log", ylabel="microseconds beyond score + local top-N", xlabel="rows")
+    rows = sorted({int(x["requests"]) for x in lines})
+    axes.set_xticks(rows, [str(n) for n in rows])
+    axes.minorticks_off()
     return lines
 
 
