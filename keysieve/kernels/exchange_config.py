@@ -23,6 +23,7 @@ class MergeConfig:
         k_class: largest K.
         threads: of a block, which works on one row.
         rounds: pairs of words that a thread has room for in registers (the latency form); 0: none (throughput).
+        trace: for measurements: clocks of the steps go to `flags` (see `exchange_select.note_clock`).
     """
 
     tagged: bool = True
@@ -30,6 +31,7 @@ class MergeConfig:
     k_class: int = 2048
     threads: int = 512
     rounds: int = 0
+    trace: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -51,8 +53,9 @@ class MergeMap:
     steps: int  # u32 [16]: bytes from word to word of it
     ties: int  # u32 [512]: ids of equal keys
     winners: int  # u32 [k_class]: ids, source by source
-    planes: int  # u32 [10 * k_class / 32]: index planes of a second list
+    planes: int  # u32 [10 * k_class / 32]: room for a second list's index planes behind its entries in `winners`
     words: int  # u32 [held]: the first lists
+    clocks: int  # u32 [16], of `trace`
     total: int
 
     @staticmethod
@@ -72,6 +75,7 @@ class MergeMap:
             ("winners", 4 * config.k_class),
             ("planes", 4 * MAX_PLANES * config.k_class // 32),
             ("words", 4 * config.held),
+            ("clocks", 64 if config.trace else 0),
         )
         for name, size in sizes:
             at[name] = place
@@ -86,18 +90,24 @@ HELD: tuple[int, ...] = (4096, 12288)
 K_CLASSES: tuple[int, ...] = (2048, 4096)
 
 
-LATENCY = False
-"""Whether the latency form is chosen where a row's lists fit it. It has given the right bytes on an H200, but its times
-and ranks that share a device were not looked at (a block of it has an SM to itself): until then it is off."""
-
-ROUNDS: tuple[int, ...] = (4, 8)
-"""Pairs a thread of the latency form, at most; it needs room for as many words as a block's threads hold."""
+ROUNDS: tuple[int, ...] = (4, 6)
+"""Pairs a thread of the latency form, at most; shared memory has room for as many words as a block's threads hold."""
 
 
 def rounds_needed(world: int, words: int, threads: int = 512) -> int:
-    """Pairs that a thread gets where lists of `words` words from `world` ranks are spread over a block's warps."""
-    warps = threads // 32 // world  # of a source
-    return -(-(-(-words // 2) + 1) // (32 * warps))
+    """Pairs of a thread where lists of `words` words from `world` ranks are dealt to a block's warps by 32 pairs."""
+    chunks = -(-(-(-words // 2) + 1) // 32)
+    return -(-(chunks * world) // (threads // 32))
+
+
+def divider(interleave: int) -> int:
+    """What divides local indices (below 2^27) by the interleave: factor, and in the upper half the shift behind it.
+
+    With 2^s the least power of two from the interleave S on and m = ceil(2^(27 + s) / S), index * m is above its due by
+    less than index * S / 2^(27 + s) <= 1 / S of a unit of the quotient, so the shifted product is exact.
+    """
+    shift = 27 + (interleave - 1).bit_length()
+    return -(-(1 << shift) // interleave) | (shift << 32)
 
 
 def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
@@ -106,7 +116,7 @@ def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
         raise ValueError(f"world {world}: 1..{MAX_WORLD}")
     k_class = next(c for c in K_CLASSES if k <= c)
     need = rounds_needed(world, words)
-    for rounds in ROUNDS if LATENCY else ():
+    for rounds in ROUNDS:
         if need <= rounds:
             return MergeConfig(tagged, 1024 * rounds, k_class, rounds=rounds)
     held = HELD[0] if world * words <= HELD[0] else HELD[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from keysieve.kernels.exchange_config import MERGE, MergeConfig, merge_config
+from keysieve.kernels.exchange_config import MERGE, MergeConfig, divider, merge_config
 from keysieve.spec import candidate_words
 
 Make = Callable[[Any, Any], Callable[..., None]]
@@ -34,6 +34,7 @@ class Merger:
     ) -> None:
         self.k, self.n, self.planes, self.sms = k, n, planes, sms
         self.world, self.rank, self.interleave = world, rank, interleave
+        self.divide = divider(interleave)
         self.config: MergeConfig = merge_config(world, candidate_words(n, planes), k, tagged)
         self._launch = make(MERGE, self.config)
 
@@ -150,6 +151,7 @@ class Merger:
             self.world,
             self.rank,
             self.interleave,
+            self.divide,
             site,
             address(table),
             0 if table is None else table.stride(0),

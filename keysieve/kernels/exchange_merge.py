@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import exchange_latency as latency
+from keysieve.kernels import exchange_latency_write as write
 from keysieve.kernels import exchange_rescue as rescue
 from keysieve.kernels import exchange_rows as output
 from keysieve.kernels import exchange_select as choose
@@ -41,8 +42,6 @@ class Merge:
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
         self.map = MergeMap.of(config)
-        # Stated where words are held in registers: left alone the assembler takes 64 for two blocks, and spills.
-        self.resident = 1 if config.rounds else 0
 
     @cute.jit
     def __call__(
@@ -76,6 +75,7 @@ class Merge:
         world: Int32,
         rank: Int32,
         interleave: Int32,
+        divide: Int64,
         site: Int32,
         table: Int64,
         table_stride: Int64,
@@ -106,19 +106,21 @@ class Merge:
         """
         kind = "tagged" if self.config.tagged else "plain"
         form = f"_r{self.config.rounds}" if self.config.rounds else ""
+        form += "_trace" if self.config.trace else ""
         self.kernel.set_name_prefix(f"exchange_merge_{kind}_k{self.config.k_class}_w{self.config.held}{form}")
         self.kernel(
             peers, slots, recv, arrived, max_rows, recv_pitch, rescued, epoch, seq2, ticket, words, second,
             source_stride, row_stride, second_source_stride, second_row_stride, logits, pitch, lens, rows, next_n,
-            limit, local_limit, k, n, planes, world, rank, interleave, site, table, table_stride, page_log2, block_rows,
-            out, out_stride, counts, positions, positions_stride, flags, report, timeout_ns, ordered, release,
+            limit, local_limit, k, n, planes, world, rank, interleave, divide, site, table, table_stride, page_log2,
+            block_rows, out, out_stride, counts, positions, positions_stride, flags, report, timeout_ns, ordered,
+            release,
         ).launch(
             grid=(rows, 1, 1),
             block=(self.config.threads, 1, 1),
             smem=self.config.shared_bytes,
             stream=stream,
             use_pdl=overlap,
-            min_blocks_per_mp=self.resident,
+            min_blocks_per_mp=1,  # left alone the assembler takes 64 registers for two blocks, and spills
         )  # fmt: skip
 
     @cute.kernel
@@ -153,6 +155,7 @@ class Merge:
         world: Int32,
         rank: Int32,
         interleave: Int32,
+        divide: Int64,
         site: Int32,
         table: Int64,
         table_stride: Int64,
@@ -171,87 +174,130 @@ class Merge:
     ) -> None:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        row, _, _ = cute.arch.block_idx()
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
-        lists = Lists(config, base, thread, world, rank, interleave, n, k, planes)
+        lists = Lists(config, base, thread, world, rank, interleave, n, k, planes, divide)
+        choose.note_clock(lists, 0)
         choose.clear(lists)
+        mine = Int64(0)
+        if cutlass.const_expr(config.tagged):
+            mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)  # never changes
+        if cutlass.const_expr(config.rounds > 0):
+            choose.hold_all(lists)
+            share = latency.share_first(lists)
         ptx.grid_wait()
-        row = block
+        choose.note_clock(lists, 1)
         if ordered != Int32(0):
             row = output.draw_row(lists, ticket, rows)
         length = Int32(0)
         if lens != Int64(0):
             length = ptx.load(lens + Int64(row) * Int64(4), Int32)
-        usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
+        tag = Uint32(0)
         if cutlass.const_expr(config.tagged):
             tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
-            call = (Uint32(rows) << Uint32(16)) | Uint32(site)
-            mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)
-            wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
-        where = (table, table_stride, next_n, page_log2, block_rows)
+        call = (Uint32(rows) << Uint32(16)) | Uint32(site)
+        wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
+        usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
+        known = lens != Int64(0)
+        place = (row, usable, known, (table, table_stride, next_n, page_log2, block_rows))
+        target = (out, out_stride, counts, positions)
+        around = (mine, peers, slots, recv, arrived, max_rows, recv_pitch, rescued, seq2, logits, pitch)
+        plain = (words, source_stride, row_stride, second, second_source_stride, second_row_stride)
         if cutlass.const_expr(config.rounds > 0):
-            choose.hold_all(lists)
-            share = latency.Share(lists)
-            if cutlass.const_expr(config.tagged):
-                got, slot = latency.load_tagged(share, mine + slots, tag, max_rows, row)
-                latency.fill(lists, row, out, out_stride)
-                entered = latency.accept(share, wait, got, slot)
-            else:
-                entered = latency.take_plain(share, words, source_stride, row_stride, row)
-                latency.fill(lists, row, out, out_stride)
-            target = (out, out_stride, counts, positions)
-            asked = latency.merge_row(share, entered, usable, lens != Int64(0), row, where, target)
-            if asked != Uint32(0):
-                if cutlass.const_expr(config.tagged):
-                    local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
-                    address = logits + Int64(row) * pitch * Int64(2)
-                    rescue.second_round(
-                        lists, wait, asked, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
-                        seq2, row,
-                    )  # fmt: skip
-                else:
-                    choose.list_second(lists, asked, second, second_source_stride, second_row_stride, row)
-                choose.clear(lists)
-                choose.select(lists, False)
-                output.compact(lists)
-                output.write_owned(lists, row, where, out, out_stride, counts)
+            merge_latency(lists, share, wait, place, target, around, plain)
         else:
-            if cutlass.const_expr(config.tagged):
-                arrival.accept(lists, wait, mine + slots, max_rows, row)
-            else:
-                choose.list_plain(lists, words, source_stride, row_stride, row)
-            choose.select(lists, cutlass.const_expr(config.tagged))
-            if n < k:
-                saturated = choose.saturated(lists, usable, lens != Int64(0))
-                if saturated != Uint32(0):
-                    if cutlass.const_expr(config.tagged):
-                        local = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
-                        address = logits + Int64(row) * pitch * Int64(2)
-                        rescue.second_round(
-                            lists, wait, saturated, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued,
-                            seq2, row,
-                        )  # fmt: skip
-                    else:
-                        choose.list_second(lists, saturated, second, second_source_stride, second_row_stride, row)
-                    choose.clear(lists)
-                    choose.select(lists, False)
-            output.compact(lists)
-            output.write_owned(lists, row, where, out, out_stride, counts)
+            merge_flat(lists, wait, place, target, around, plain)
+        choose.note_clock(lists, 9)
         if positions != Int64(0):
             if cutlass.const_expr(config.rounds > 0):
                 cute.arch.sync_threads()
             output.write_positions(lists, row, positions, positions_stride)
-        cute.arch.sync_threads()
+        # Behind the last slot's acceptance by all threads lie block barriers already.
+        choose.note_clock(lists, 10)
         if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
             if cutlass.const_expr(config.tagged):
                 ptx.store(epoch + Int64(row) * Int64(4), tag)
-                if flags != Int64(0):
+                if cutlass.const_expr(not config.trace) and flags != Int64(0):
                     owned = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
                     if length > limit or owned > local_limit:
                         ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
+        if cutlass.const_expr(config.trace):
+            choose.note_clock(lists, 11)
+            choose.write_clocks(lists, flags, row)
         if release != Int32(0):
             cute.arch.sync_threads()
             ptx.grid_launch_dependents()
+
+
+@cute.jit
+def merge_latency(lists: Any, share: Any, wait: Any, place: Any, target: Any, around: Any, plain: Any) -> None:
+    """A row whose words fit the block's registers."""
+    row, usable, known, where = place
+    out, out_stride, counts, _positions = target
+    mine, _peers, slots, _recv, _arrived, max_rows = around[:6]
+    if cutlass.const_expr(lists.config.tagged):
+        got, wanted = latency.load_tagged(share, mine + slots, wait.tag, max_rows, row)
+        choose.note_clock(lists, 2)
+        write.fill(lists, row, out, out_stride)
+        hidden, wide = choose.hidden_sources(lists, usable, known)
+        entered = latency.accept(share, wait, got, wanted, mine + slots, max_rows, row)
+        choose.note_clock(lists, 3)
+    else:
+        entered = latency.take_plain(share, *plain[:3], row)
+        write.fill(lists, row, out, out_stride)
+        hidden, wide = choose.hidden_sources(lists, usable, known)
+    top = usable
+    if not known:
+        top = Int32(choose.ID_MAX)
+    asked = write.merge_row(share, entered, top, hidden, wide, row, where, target, False)
+    if asked != Uint32(0):
+        ask_again(lists, wait, asked, place, around, plain)
+        sources, pairs, entries, rounds = latency.deal_second(lists, asked)
+        choose.clear(lists)
+        if rounds <= Int32(lists.config.rounds):
+            again = latency.Share(lists, sources, pairs, entries)
+            second = latency.load_second(again)
+            write.merge_row(again, second, top, Uint32(0), wide, row, where, target, True)
+        else:
+            choose.select(lists, False)
+            output.compact(lists)
+            output.write_owned(lists, row, where, out, out_stride, counts)
+
+
+@cute.jit
+def merge_flat(lists: Any, wait: Any, place: Any, target: Any, around: Any, plain: Any) -> None:
+    """A row of any number of words."""
+    row, usable, known, where = place
+    out, out_stride, counts, _positions = target
+    mine, _peers, slots, _recv, _arrived, max_rows = around[:6]
+    if cutlass.const_expr(lists.config.tagged):
+        arrival.accept(lists, wait, mine + slots, max_rows, row)
+    else:
+        choose.list_plain(lists, *plain[:3], row)
+    choose.select(lists, cutlass.const_expr(lists.config.tagged))
+    if lists.n < lists.k:
+        asked = choose.saturated(lists, usable, known)
+        if asked != Uint32(0):
+            ask_again(lists, wait, asked, place, around, plain)
+            choose.clear(lists)
+            choose.select(lists, False)
+    output.compact(lists)
+    output.write_owned(lists, row, where, out, out_stride, counts)
+
+
+@cute.jit
+def ask_again(lists: Any, wait: Any, asked: Uint32, place: Any, around: Any, plain: Any) -> None:
+    """Second lists of the ranks in the mask, exchanged or in ordinary memory, in place of their first ones."""
+    row, usable, _known, _where = place
+    _mine, peers, _slots, recv, arrived, max_rows, recv_pitch, rescued, seq2, logits, pitch = around
+    if cutlass.const_expr(lists.config.tagged):
+        local = local_length(usable, Uint32(lists.world), Uint32(lists.rank), Uint32(lists.interleave))
+        address = logits + Int64(row) * pitch * Int64(2)
+        rescue.second_round(
+            lists, wait, asked, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued, seq2, row
+        )
+    else:
+        choose.list_second(lists, asked, *plain[3:], row)
 
 
 def build(config: MergeConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
@@ -259,7 +305,7 @@ def build(config: MergeConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
     del arch
     i64, i32 = Int64(0), Int32(1)
     args = (
-        *([i64] * 4), *([i32] * 3), *([i64] * 12), *([i32] * 11), i64, i64, i32, i32, *([i64] * 8), i32, i32, i32,
-        make_fake_stream(),
+        *([i64] * 4), *([i32] * 3), *([i64] * 12), *([i32] * 10), i64, i32, i64, i64, i32, i32, *([i64] * 8), i32, i32,
+        i32,        make_fake_stream(),
     )  # fmt: skip
     return Merge(config).__call__, args

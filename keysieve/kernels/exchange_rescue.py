@@ -13,13 +13,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from keysieve.device import keys, ptx, scan
+from keysieve.device import keys, packed, ptx, scan
 from keysieve.kernels import exchange_select as choose
 from keysieve.kernels import exchange_words as arrival
 from keysieve.kernels.exchange_select import FOUND_ABOVE, FOUND_THRESHOLD
 
 GROUP = 8
 """Keys of a 16-byte vector of logits."""
+
+HELD = 4
+"""Vectors of a thread whose loads are issued together."""
 
 
 @cute.jit
@@ -39,6 +42,10 @@ def second_round(
     row: Int32,
 ) -> None:
     """Exchange second lists, and describe them in place of the saturated ranks' first ones. length: this rank's."""
+    lane = lists.thread & Int32(31)
+    blocks = Int64(0)
+    if lane < lists.world:
+        blocks = ptx.load(peers + Int64(lane) * Int64(8), Int64)
     number = ptx.load(seq2 + Int64(row) * Int64(8), Int64) + Int64(1)
     if ((saturated >> Uint32(lists.rank)) & Uint32(1)) != Uint32(0):
         below = (Uint32(1) << Uint32(lists.rank)) - Uint32(1)
@@ -46,30 +53,29 @@ def second_round(
         threshold = ptx.load_shared(lists.note(FOUND_THRESHOLD))
         make_list(lists, logits, length, threshold)
         place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
-        send_list(lists, peers, place)
-        ptx.fence("sys")
-        cute.arch.sync_threads()
+        send_list(lists, blocks, place)
+        cute.arch.sync_threads()  # the release below covers what every thread has sent: it is cumulative
         if lists.thread < lists.world:
-            block = ptx.load(peers + Int64(lists.thread) * Int64(8), Int64)
             flag = arrived + (Int64(lists.rank) * Int64(max_rows) + Int64(row)) * Int64(8)
-            ptx.store(block + flag, number, "release", "sys")
-    mine = ptx.load(peers + Int64(lists.rank) * Int64(8), Int64)
-    if lists.thread < lists.world:
-        bit = Uint32(1) << Uint32(lists.thread)
-        if (saturated & bit) != Uint32(0):
-            flag = mine + arrived + (Int64(lists.thread) * Int64(max_rows) + Int64(row)) * Int64(8)
-            arrival.wait_flag(wait, flag, number, Uint32(lists.thread))
-            ptx.fence("sys")
-    cute.arch.sync_threads()
-    if lists.thread < lists.world:
-        bit = Uint32(1) << Uint32(lists.thread)
-        if (saturated & bit) != Uint32(0):
-            index = Int32(cute.arch.popc(saturated & (bit - Uint32(1))))
-            place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
-            choose.describe(lists, lists.thread, mine + place, Int32(4), lists.k)
+            ptx.store(blocks + flag, number, "release", "sys")
+    mine = block_of(blocks, lists.rank)
+    bit = Uint32(1) << Uint32(lane)
+    if lists.thread < lists.world and (saturated & bit) != Uint32(0):
+        flag = mine + arrived + (Int64(lane) * Int64(max_rows) + Int64(row)) * Int64(8)
+        arrival.wait_flag(wait, flag, number, Uint32(lane))
+        index = Int32(cute.arch.popc(saturated & (bit - Uint32(1))))
+        place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
+        choose.describe(lists, lane, mine + place, Int32(4), lists.k)
     if lists.thread == Int32(0):
         ptx.store(seq2 + Int64(row) * Int64(8), number)
     cute.arch.sync_threads()
+
+
+def block_of(blocks: Int64, source: Int32) -> Int64:
+    """What lane `source` has in `blocks`."""
+    low = Uint32(cute.arch.shuffle_sync(Uint32(blocks & Int64(0xFFFFFFFF)), source))
+    high = Uint32(cute.arch.shuffle_sync(Uint32((blocks >> Int64(32)) & Int64(0xFFFFFFFF)), source))
+    return Int64(low) | (Int64(high) << Int64(32))
 
 
 @cute.jit
@@ -90,30 +96,96 @@ def load_keys(logits: Int64, group: Int32, length: Int32, least: Uint32) -> Any:
 
 @cute.jit
 def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
-    """The row's first K keys of at least `least`, as candidate words in `winners` and planes in `plane_words`."""
-    threads = lists.config.threads
-    thread = lists.thread
-    k = lists.k
-    groups = (k + Int32(31)) >> Int32(5)
+    """The row's first K keys of at least `least`, as candidate words in `winners`, index planes behind them. Ends with
+    a block barrier."""
     cute.arch.sync_threads()  # everybody has read what is cleared now
     choose.clear(lists)
-    for index in cutlass.range(thread, k, threads, unroll=1):
-        ptx.store_shared(lists.winners + Uint32(index) * Uint32(4), Uint32(0))
-    for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
-        ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
+    clear_list(lists)
     cute.arch.sync_threads()
     vectors = (length + Int32(GROUP - 1)) >> Int32(3)
     if cutlass.const_expr(lists.config.rounds > 0):
         # Seldom do more than K keys reach the first round's threshold: then they are the list.
-        below = least - Uint32(least != Uint32(0))
-        reaching = collect(lists, logits, length, least, below, Int32(0), vectors)
-        if reaching > k:
-            for index in cutlass.range(thread, lists.planes * groups, threads, unroll=1):
-                ptx.store_shared(lists.plane_words + Uint32(index) * Uint32(4), Uint32(0))
-            cute.arch.sync_threads()
+        reaching = list_reaching(lists, logits, length, least + Uint32(least == Uint32(0)), vectors)
+        if reaching > lists.k:
             make_long_list(lists, logits, length, least, vectors)
     else:
         make_long_list(lists, logits, length, least, vectors)
+
+
+@cute.jit
+def clear_list(lists: Any) -> None:
+    """Zero the list to be made, planes included; a block barrier must follow."""
+    words = lists.k + lists.planes * ((lists.k + Int32(31)) >> Int32(5))
+    for vector in cutlass.range(lists.thread, (words + Int32(3)) >> Int32(2), lists.config.threads, unroll=1):
+        ptx.store_shared_v4(lists.winners + Uint32(vector) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+
+
+@cute.jit
+def list_reaching(lists: Any, logits: Int64, length: Int32, least: Uint32, vectors: Int32) -> Int32:
+    """List all keys of at least `least` (1 or more) in ascending index, if there are not more than K; returns how many
+    they are. A warp owns a contiguous run of vectors. Ends with a block barrier if they were listed."""
+    threads = lists.config.threads
+    thread = lists.thread
+    lane, warp = thread & Int32(31), thread >> Int32(5)
+    rounds = (vectors + Int32(threads - 1)) // Int32(threads)
+    first = warp * rounds * Int32(32) + lane
+    count = Int32(0)
+    for start in cutlass.range(0, rounds, HELD, unroll=1):
+        words = load_held(logits, first, Int32(start), rounds, length)
+        for part in cutlass.range_constexpr(HELD):
+            count = count + Int32(cute.arch.popc(reach_x8(words[4 * part : 4 * part + 4], least)))
+    count = scan.warp_sum(count)
+    if lane == Int32(0):
+        ptx.store_shared(lists.sums + Uint32(warp) * Uint32(4), Uint32(count))
+    cute.arch.sync_threads()
+    other = Int32(0)
+    if lane < Int32(threads // 32):
+        other = Int32(ptx.load_shared(lists.sums + Uint32(lane) * Uint32(4)))
+    total = scan.warp_sum(other)
+    place = scan.warp_sum(other * Int32(lane < warp))
+    groups = (lists.k + Int32(31)) >> Int32(5)
+    if total <= lists.k:
+        for start in cutlass.range(0, rounds, HELD, unroll=1):
+            words = load_held(logits, first, Int32(start), rounds, length)
+            for part in cutlass.range_constexpr(HELD):
+                mask = reach_x8(words[4 * part : 4 * part + 4], least)
+                mine = Int32(cute.arch.popc(mask))
+                upto = packed.warp_prefix(mine)
+                spot = place + upto - mine
+                vector = first + (Int32(start) + Int32(part)) * Int32(32)
+                for bit in cutlass.range_constexpr(GROUP):
+                    if (mask & Uint32(1 << bit)) != Uint32(0):
+                        key = (words[4 * part + bit // 2] >> Uint32(16 * (bit % 2))) & Uint32(0xFFFF)
+                        put(lists, spot, key, vector * Int32(GROUP) + Int32(bit), groups)
+                        spot = spot + Int32(1)
+                place = place + Int32(cute.arch.shuffle_sync(upto, 31))
+        cute.arch.sync_threads()
+    return total
+
+
+def reach_x8(words: Any, least: Uint32) -> Uint32:
+    """Bit i set where key i is at least `least` (1..0xFFFE), i = 0..7."""
+    greater, equal = packed.masks_x8(words, least)
+    return greater | equal
+
+
+@cute.jit
+def load_held(logits: Int64, first: Int32, start: Int32, rounds: Int32, length: Int32) -> Any:
+    """Key16, two a word, of HELD of this thread's vectors from round `start` on; 0 where no key is."""
+    words = [Uint32(0) for _ in range(4 * HELD)]
+    for part in cutlass.range_constexpr(HELD):
+        vector = first + (start + Int32(part)) * Int32(32)
+        if start + Int32(part) < rounds and vector * Int32(GROUP) < length:
+            loaded = ptx.load_v4(logits + Int64(vector) * Int64(16))
+            for word in cutlass.range_constexpr(4):
+                words[4 * part + word] = loaded[word]
+    for part in cutlass.range_constexpr(HELD):
+        vector = first + (start + Int32(part)) * Int32(32)
+        if start + Int32(part) < rounds:
+            for word in cutlass.range_constexpr(4):
+                inside = packed.inside_mask(vector * Int32(GROUP) + Int32(2 * word), Int32(0), length)
+                words[4 * part + word] = packed.key16x2_fast(words[4 * part + word]) & inside
+    return words
 
 
 @cute.jit
@@ -160,9 +232,9 @@ def make_long_list(lists: Any, logits: Int64, length: Int32, least: Uint32, vect
 @cute.jit
 def collect(
     lists: Any, logits: Int64, length: Int32, least: Uint32, threshold: Uint32, need: Int32, vectors: Int32
-) -> Int32:
-    """Keys above the threshold and the first `need` equal ones, in ascending index, as far as the list has room; how
-    many are above it. Ends with a block barrier."""
+) -> None:
+    """List the keys above the threshold and the first `need` equal ones, in ascending index. Ends with a block
+    barrier."""
     threads = lists.config.threads
     thread = lists.thread
     before_above = Int32(0)
@@ -189,14 +261,12 @@ def collect(
                 if kept > need:
                     kept = need
                 place = place_above + kept
-                if cutlass.const_expr(lists.config.rounds == 0) or place < lists.k:
-                    put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
+                put(lists, place, key, group * Int32(GROUP) + Int32(part), groups)
             place_above = place_above + Int32(over)
             place_equal = place_equal + Int32(same)
         before_above = before_above + (total & Int32(0xFFFF))
         before_equal = before_equal + (total >> Int32(16))
     cute.arch.sync_threads()
-    return before_above
 
 
 @cute.jit
@@ -213,16 +283,12 @@ def put(lists: Any, place: Int32, key: Uint32, index: Int32, groups: Int32) -> N
 
 
 @cute.jit
-def send_list(lists: Any, peers: Int64, place: Int64) -> None:
-    """The list made by `make_list` to offset `place` of every rank's block."""
+def send_list(lists: Any, blocks: Int64, place: Int64) -> None:
+    """The list made by `make_list` to offset `place` of every rank's block, in 16-byte stores; its pitch has room."""
     groups = (lists.k + Int32(31)) >> Int32(5)
-    count = lists.k + lists.planes * groups
-    for word in cutlass.range(lists.thread, count, lists.config.threads, unroll=1):
-        value = Uint32(0)
-        if word < lists.k:
-            value = ptx.load_shared(lists.winners + Uint32(word) * Uint32(4))
-        else:
-            value = ptx.load_shared(lists.plane_words + Uint32(word - lists.k) * Uint32(4))
-        for target in cutlass.range(lists.world, unroll=1):
-            block = ptx.load(peers + Int64(target) * Int64(8), Int64)
-            ptx.store(block + place + Int64(word) * Int64(4), value, "relaxed", "sys")
+    vectors = (lists.k + lists.planes * groups + Int32(3)) >> Int32(2)
+    for target in cutlass.range(lists.world, unroll=1):
+        block = block_of(blocks, Int32(target))
+        for vector in cutlass.range(lists.thread, vectors, lists.config.threads, unroll=2):
+            a, b, c, d = ptx.load_shared_v4(lists.winners + Uint32(vector) * Uint32(16))
+            ptx.store_v4(block + place + Int64(vector) * Int64(16), a, b, c, d)

@@ -8,10 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from keysieve.device import ptx, scan
+from keysieve.device import packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels import exchange_select as choose
-from keysieve.kernels.exchange_select import FOUND_CUT, FOUND_ROW, FOUND_THRESHOLD
+from keysieve.kernels.exchange_select import FOUND_CUT, FOUND_ROW, FOUND_THRESHOLD, ID_MAX
 
 
 @cute.jit
@@ -99,31 +99,45 @@ def write_owned(lists: Any, row: Int32, where: Any, out: Int64, out_stride: Int6
 
 @cute.jit
 def write_positions(lists: Any, row: Int32, positions: Int64, stride: Int64) -> None:
-    """All winners' global positions, ascending, then -1: a winner's place is the number of smaller ids of all lists."""
+    """All winners' global positions, ascending, then -1: a winner's place is the number of smaller ids of all lists.
+
+    A thread looks for the places of all its winners in step, so that their reads overlap.
+    """
+    threads = lists.config.threads
     target = positions + Int64(row) * stride * Int64(4)
     total = begin_of(lists, lists.world)
-    for index in cutlass.range(lists.thread, lists.k, lists.config.threads, unroll=1):
-        place = index
-        value = Int32(-1)
+    each = lists.config.k_class // threads
+    ids = [Uint32(0) for _ in range(each)]
+    places = [Int32(0) for _ in range(each)]
+    for one in cutlass.range_constexpr(each):
+        index = lists.thread + Int32(one * threads)
         if index < total:
-            mine = ptx.load_shared(lists.winners + Uint32(index) * Uint32(4))
-            value = Int32(mine)
-            place = Int32(0)
-            for source in cutlass.range(lists.world, unroll=1):
-                place = place + smaller(lists, source, mine)
-        ptx.store(target + Int64(place) * Int64(4), value)
-
-
-@cute.jit
-def smaller(lists: Any, source: Int32, position: Uint32) -> Int32:
-    """Winners of a source whose ids are below `position`: a binary search."""
-    first = begin_of(lists, source)
-    low = first
-    high = begin_of(lists, source + Int32(1))
-    while low < high:
-        middle = (low + high) >> Int32(1)
-        if ptx.load_shared(lists.winners + Uint32(middle) * Uint32(4)) < position:
-            low = middle + Int32(1)
-        else:
-            high = middle
-    return low - first
+            ids[one] = ptx.load_shared(lists.winners + Uint32(index) * Uint32(4))
+    for source in cutlass.range(lists.world, unroll=1):
+        first = begin_of(lists, Int32(source))
+        count = begin_of(lists, Int32(source) + Int32(1)) - first
+        step = Int32(0)
+        if count > Int32(0):
+            step = Int32(1) << Int32(packed.highest_bit(Uint32(count)))
+        begin = lists.winners + Uint32(first) * Uint32(4) - Uint32(4)
+        found = [Int32(0) for _ in range(each)]  # winners of the source that are known to be smaller
+        while step > Int32(0):
+            for one in cutlass.range_constexpr(each):
+                next_one = found[one] + step
+                seen = Uint32(ID_MAX)
+                if next_one <= count:
+                    seen = ptx.load_shared(begin + Uint32(next_one) * Uint32(4))
+                if seen < ids[one]:
+                    found[one] = next_one
+            step = step >> Int32(1)
+        for one in cutlass.range_constexpr(each):
+            places[one] = places[one] + found[one]
+    for one in cutlass.range_constexpr(each):
+        index = lists.thread + Int32(one * threads)
+        if index < lists.k:
+            value = Int32(ids[one])
+            place = places[one]
+            if index >= total:
+                value = Int32(-1)
+                place = index
+            ptx.store(target + Int64(place) * Int64(4), value)

@@ -44,11 +44,13 @@ class Lists:
         n: Int32,
         k: Int32,
         planes: Int32,
+        divide: Int64,
     ) -> None:
         places = MergeMap.of(config)
         self.config, self.base, self.thread = config, base, thread
         self.world, self.rank, self.interleave = world, rank, interleave
         self.n, self.k, self.planes = n, k, planes
+        self.magic, self.magic_shift = divide & Int64((1 << 32) - 1), divide >> Int64(32)
         self.groups = (n + Int32(31)) >> Int32(5)
         self.words = n + planes * self.groups
         self.pairs = ((self.words + Int32(1)) >> Int32(1)) + Int32(1)
@@ -65,8 +67,9 @@ class Lists:
         self.steps = base + Uint32(places.steps)
         self.ties = base + Uint32(places.ties)
         self.winners = base + Uint32(places.winners)
-        self.plane_words = base + Uint32(places.planes)
+        self.plane_words = self.winners + Uint32(k) * Uint32(4)  # right behind a second list's entries
         self.held = base + Uint32(places.words)
+        self.clocks = base + Uint32(places.clocks)
         self.cleared = places.cleared
 
     def __extract_mlir_values__(self) -> list[Any]:
@@ -78,6 +81,27 @@ class Lists:
     def note(self, word: int) -> Uint32:
         """Shared address of word `word` of `found`."""
         return self.found + Uint32(4 * word)
+
+
+def note_clock(lists: Any, step: int) -> None:
+    """With `config.trace`: note the clock at a step, as the block's first thread sees it."""
+    if lists.config.trace:
+        _note_clock(lists.clocks + Uint32(4 * step), lists.thread)
+
+
+@cute.jit
+def _note_clock(place: Uint32, thread: Int32) -> None:
+    if thread == Int32(0):
+        ptx.store_shared(place, ptx.asm("mov.u32 $0, %clock;", "=r", (Uint32,), ())[0])
+
+
+@cute.jit
+def write_clocks(lists: Any, where: Int64, row: Int32) -> None:
+    """The noted clocks to u32 `where[row][16]`."""
+    if lists.thread == Int32(0):
+        for step in cutlass.range(16, unroll=1):
+            value = ptx.load_shared(lists.clocks + Uint32(step) * Uint32(4))
+            ptx.store(where + Int64(row * Int32(16) + step) * Int64(4), value)
 
 
 @cute.jit
@@ -118,7 +142,7 @@ def find_bin(lists: Any, want: Int32) -> Any:
     of_warp = Int32(0)
     if lane < Int32(warps):
         of_warp = Int32(ptx.load_shared(lists.sums + Uint32(lane) * Uint32(4)))
-    reach = Int32(cute.arch.shuffle_sync(packed.warp_prefix(of_warp) - of_warp, warp)) + upto
+    reach = scan.warp_sum(of_warp * Int32(lane < warp)) + upto
     if reach >= want and reach - mine < want:
         above = reach - mine
         digit = lowest
@@ -250,10 +274,16 @@ def global_position(lists: Any, source: Int32, local: Uint32) -> Uint32:
     position = local
     if lists.world > Int32(1):
         interleave = Uint32(lists.interleave)
-        whole = local // interleave
+        whole = stripe_of(lists, local)
         within = local - whole * interleave
         position = (whole * Uint32(lists.world) + Uint32(source)) * interleave + within
     return position
+
+
+def stripe_of(lists: Any, local: Uint32) -> Uint32:
+    """`local // interleave`, by multiplication: see `exchange_config.divider`."""
+    product = Int64(local) * lists.magic
+    return Uint32((product >> lists.magic_shift) & Int64(0xFFFFFFFF))
 
 
 @cute.jit
@@ -380,6 +410,22 @@ def cut_many(lists: Any, threshold: Uint32, need: Int32, span: Int32, total: Int
         cute.arch.sync_threads()
     if lists.thread == Int32(0):
         ptx.store_shared(lists.note(FOUND_CUT), Uint32(ID_MAX) - prefix)
+
+
+@cute.jit
+def hidden_sources(lists: Any, length: Int32, known: Any) -> Any:
+    """(mask of the sources that have more keys than a first list, may a local index have more than 16 bits?).
+
+    length: the row's global length, if it is `known`; else every source may have more.
+    """
+    world, source = Uint32(lists.world), lists.thread & Int32(31)
+    more = lists.n < lists.k and source < lists.world
+    wide = Boolean(True)
+    if known:
+        keys = local_length(length, world, Uint32(source), Uint32(lists.interleave))
+        more = more and keys > lists.n
+        wide = Int32(cute.arch.shuffle_sync(keys, 0)) > Int32(1 << 16)  # no rank has more than the first one
+    return Uint32(cute.arch.vote_ballot_sync(more)), wide
 
 
 @cute.jit

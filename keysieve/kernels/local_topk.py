@@ -200,7 +200,6 @@ class LocalTopk:
             words = steps.load_batch(handle, Int32(0))
             vectors = [handle.start + Int32(32 * step) for step in range(self.config.held)]
             steps.mark(handle, 4)
-            cute.arch.sync_threads()  # the histograms are clear
             steps.place_held(handle, words, vectors, handle.rounds, n)
         else:
             cute.arch.sync_threads()

@@ -116,7 +116,9 @@ def room_for(planes: int) -> int:
 def config_for(n: int, planes: int, push: bool) -> LocalTopkConfig:
     """The configuration that serves `n` entries with that many index planes."""
     room = room_for(planes)
-    return LocalTopkConfig(push, n_class_of(n), 1024 if push or room else 512, 4, room)
+    if push:
+        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room)
+    return LocalTopkConfig(False, n_class_of(n), 512, 8 if room else 4, room)
 
 
 def n_class_of(n: int) -> int:

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from keysieve.device import packed, ptx
+from keysieve.device import packed, ptx, scan
 from keysieve.kernels import local_topk_steps as steps
 
 
@@ -19,6 +19,9 @@ from keysieve.kernels import local_topk_steps as steps
 def fill_maxima(row: Any) -> None:
     """The largest key of every vector to shared memory, counted by its upper 11 bits. The histogram must be clear."""
     held = row.config.held
+    behind = row.vectors + row.thread
+    if behind < ((row.vectors + Int32(7)) >> Int32(3)) * Int32(8):  # they are looked at by eights
+        ptx.store_shared_u16(row.maxima + Uint32(behind) * Uint32(2), Uint32(0))
     for batch in cutlass.range(row.batches, unroll=1):
         raw = [Uint32(0) for _ in range(4 * held)]
         for step in cutlass.range_constexpr(held):
@@ -43,57 +46,59 @@ def fill_maxima(row: Any) -> None:
 def list_vectors(row: Any, n: Int32) -> Int32:
     """List vectors that hold the row's N best keys, in index order, no more than the registers hold: those whose
     maxima reach the bin of the N-th largest, or exactly the N best by (maximum, lower index). Returns their number. The
-    row has at least N vectors. Ends with a block barrier."""
+    row has at least N vectors. A lane looks at eight neighbouring maxima at a time. Ends with a block barrier."""
+    eights = (row.vectors + Int32(7)) >> Int32(3)
+    rounds = (eights + Int32(row.config.threads - 1)) // Int32(row.config.threads)
+    first = row.warp * rounds * Int32(32) + row.lane
     digit, above, inside = steps.block_search(row, row.first, n)
     threshold = (Uint32(digit) << Uint32(5)) - Uint32(1)
     need = Int32(0)
     if above + inside > n + (n >> Int32(1)) or above + inside > Int32(row.config.threads * row.config.held):
-        for number in cutlass.range(row.rounds, unroll=4):
-            key = maximum(row, row.start + number * Int32(32))
-            if (key >> Uint32(5)) == Uint32(digit):
-                ptx.red_shared(row.fine + (key & Uint32(31)) * Uint32(4), Uint32(1), "add")
+        for number in cutlass.range(rounds, unroll=1):
+            steps.count_low(row.fine, eight_maxima(row, first + number * Int32(32), eights), Uint32(digit))
         low, between = steps.find_low(row.fine, n - above, row.lane)
         threshold = (Uint32(digit) << Uint32(5)) | low
         need = n - above - between
-    greater = Int32(0)
-    equal = Int32(0)
-    for number in cutlass.range(row.rounds, unroll=4):
-        key = maximum(row, row.start + number * Int32(32))
-        greater = greater + Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(key > threshold))))
-        equal = equal + Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(key == threshold))))
-    equal_before = Int32(0)
-    equals = Int32(0)
-    if need > Int32(0):
-        equal_before, equals = steps.block_offsets(row, equal, 1)
-    greater_before, count = steps.block_offsets(row, greater, 0)
-    if equals > need:
-        equals = need
-    below = ptx.lanes_below()
-    for number in cutlass.range(row.rounds, unroll=4):
-        one = row.start + number * Int32(32)
-        key = maximum(row, one)
-        more = Uint32(cute.arch.vote_ballot_sync(key > threshold))
-        same = Uint32(cute.arch.vote_ballot_sync(key == threshold))
-        rank = equal_before + Int32(cute.arch.popc(same & below))
-        taken = rank
+    total = Int32(0)
+    masks = Uint32(0)
+    for number in cutlass.range(rounds, unroll=1):
+        greater, same = packed.masks_x8(eight_maxima(row, first + number * Int32(32), eights), threshold)
+        masks = greater | (same << Uint32(8))
+        total = total + steps.counts_of(masks)
+    before, all_of = steps.block_offsets(row, scan.warp_sum(total), 0)
+    for number in cutlass.range(rounds, unroll=1):
+        place = first + number * Int32(32)
+        if rounds > Int32(1):
+            greater, same = packed.masks_x8(eight_maxima(row, place, eights), threshold)
+            masks = greater | (same << Uint32(8))
+        mine = steps.counts_of(masks)
+        upto = packed.warp_prefix(mine)
+        both = Uint32(before + upto - mine)
+        taken = Int32(both >> Uint32(steps.EQUAL_SHIFT))
         if taken > need:
             taken = need
-        if key > threshold or (key == threshold and rank < need):
-            place = greater_before + Int32(cute.arch.popc(more & below)) + taken
-            ptx.store_shared(row.list + Uint32(place) * Uint32(4), Uint32(one))
-        greater_before = greater_before + Int32(cute.arch.popc(more))
-        equal_before = equal_before + Int32(cute.arch.popc(same))
+        kept = steps.first_bits(masks >> Uint32(8), need - taken)
+        slot = Int32(both & Uint32(0xFFFF)) + taken
+        packed.store_bits_x8(
+            row.list + Uint32(slot) * Uint32(4), Uint32(place * Int32(8)), (masks & Uint32(0xFF)) | kept
+        )
+        before = before + Int32(cute.arch.shuffle_sync(upto, Int32(31)))
     cute.arch.sync_threads()
-    return count + equals
+    count = all_of & Int32(0xFFFF)
+    if need > Int32(0):
+        count = n  # by what `need` is; there are as many equal ones
+    return count
 
 
 @cute.jit
-def maximum(row: Any, one: Int32) -> Uint32:
-    """The largest key of a vector, 0 past the row."""
-    key = Uint32(0)
-    if one < row.vectors:
-        key = ptx.load_shared_u16(row.maxima + Uint32(one) * Uint32(2))
-    return key
+def eight_maxima(row: Any, place: Int32, eights: Int32) -> Any:
+    """Eight neighbouring maxima, 0 past the row."""
+    words = [Uint32(0) for _ in range(4)]
+    if place < eights:
+        loaded = ptx.load_shared_v4(row.maxima + Uint32(place) * Uint32(16))
+        for word in cutlass.range_constexpr(4):
+            words[word] = loaded[word]
+    return words
 
 
 @cute.jit

@@ -167,6 +167,80 @@ def block_search(row: Any, histogram: Uint32, want: Int32) -> Any:
 
 
 @cute.jit
+def block_find(row: Any, histogram: Uint32, want: Int32) -> Any:
+    """(the bin that holds the `want`-th from the top, the number in higher bins), by all threads: (-1, _) if there are
+    fewer. A block barrier before, one inside and one after."""
+    each = BINS // row.config.threads
+    cute.arch.sync_threads()
+    lowest = histogram + Uint32(4 * (BINS - each)) - Uint32(row.thread) * Uint32(4 * each)
+    counts = [Uint32(0) for _ in range(each)]
+    if cutlass.const_expr(each == 2):
+        counts[0], counts[1] = packed.load_shared_v2(lowest)
+    else:
+        counts[0], counts[1], counts[2], counts[3] = ptx.load_shared_v4(lowest)
+    mine = Int32(0)
+    for part in cutlass.range_constexpr(each):
+        mine = mine + Int32(counts[part])
+    upto = packed.warp_prefix(mine)
+    if row.lane == Int32(31):
+        ptx.store_shared(row.sums + Uint32(128) + Uint32(row.warp) * Uint32(4), Uint32(upto))
+    cute.arch.sync_threads()
+    of_warp = Int32(0)
+    if row.lane < Int32(row.config.warps):
+        of_warp = Int32(ptx.load_shared(row.sums + Uint32(128) + Uint32(row.lane) * Uint32(4)))
+    reach = scan.warp_sum(of_warp * Int32(row.lane < row.warp)) + upto
+    above = reach - mine
+    if above < want and reach >= want:
+        digit = Int32(BINS - 1) - row.thread * Int32(each)
+        inside = Int32(counts[each - 1])
+        for part in cutlass.range_constexpr(each - 1):
+            if above + inside < want:
+                above = above + inside
+                inside = Int32(counts[each - 2 - part])
+                digit = digit - Int32(1)
+        packed.store_shared_v2(row.found, Uint32(digit), Uint32(above))
+    if row.thread == Int32(row.config.threads - 1) and reach < want:
+        packed.store_shared_v2(row.found, Uint32(0xFFFFFFFF), Uint32(reach))
+    cute.arch.sync_threads()
+    digit_word, above_word = packed.load_shared_v2(row.found)
+    return Int32(digit_word), Int32(above_word)
+
+
+@cute.jit
+def block_top(row: Any, words: Any) -> Uint32:
+    """The largest key of the block's registers. One block barrier."""
+    most = Uint32(0)
+    for word in words:
+        most = ptx.max_u16x2(most, word)
+    most = ptx.max_u16x2(most, most >> Uint32(16)) & Uint32(0xFFFF)
+    most = scan.warp_max_u32(most)
+    if row.lane == Int32(0):
+        ptx.store_shared(row.sums + Uint32(row.warp) * Uint32(4), most)
+    cute.arch.sync_threads()
+    most = Uint32(0)
+    if row.lane < Int32(row.config.warps):
+        most = ptx.load_shared(row.sums + Uint32(row.lane) * Uint32(4))
+    return scan.warp_max_u32(most)
+
+
+def count_near(histogram: Uint32, words: Any, floor: Uint32) -> None:
+    """Count, by their distance from `floor`, those of eight keys that reach it; none is BINS or more above it."""
+    base = histogram - floor * Uint32(4)
+    for word in words:
+        _count_reaching(base, word & Uint32(0xFFFF), floor)
+        _count_reaching(base, word >> Uint32(16), floor)
+
+
+@dsl_user_op
+def _count_reaching(base: Uint32, key: Uint32, floor: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Count `key` if it is at least `floor`: no branch."""
+    text = (
+        "{ .reg .pred p; .reg .b32 a; setp.ge.u32 p, $1, $2; mad.lo.u32 a, $1, 4, $0; @p red.shared.add.u32 [a], 1; }"
+    )
+    ptx.asm(text, "r,r,r", (), (base, key, floor), loc=loc, ip=ip)
+
+
+@cute.jit
 def find_low(histogram: Uint32, want: Int32, lane: Int32) -> Any:
     """After 32 bins were counted: (the bin of the `want`-th from the top, the number above it). A block barrier; then
     every warp looks by itself."""
@@ -250,15 +324,75 @@ def key_of(words: Any, bit: Uint32) -> Uint32:
 def put_keys(row: Any, words: Any, mask: Uint32, place: Int32, one: Int32, target: Uint32, tops: Uint32) -> None:
     """Store those keys of vector `one` that are in the mask, as words, from entry `place` of `target` on."""
     tail = Uint32(0xFFFF) - (Uint32(one * Int32(8)) & Uint32(0xFFFF))
-    left = mask
-    entry = Uint32(place) + Uint32(cute.arch.popc(mask))
-    while left != Uint32(0):  # from the highest down: finding it takes one instruction
-        bit = packed.highest_bit(left)
-        entry = entry - Uint32(1)
-        ptx.store_shared(target + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
-        if row.wide:
+    if row.wide:
+        left = mask
+        entry = Uint32(place) + Uint32(cute.arch.popc(mask))
+        while left != Uint32(0):  # from the highest down: finding it takes one instruction
+            bit = packed.highest_bit(left)
+            entry = entry - Uint32(1)
+            ptx.store_shared(target + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
             ptx.store_shared_u16(tops + entry * Uint32(2), Uint32(one >> Int32(13)))
-        left = left ^ (Uint32(1) << bit)
+            left = left ^ (Uint32(1) << bit)
+    else:
+        store_words_x8(target + Uint32(place) * Uint32(4), *words, tail, mask)
+
+
+@dsl_user_op
+def store_words_x8(
+    addr: Uint32,
+    a: Uint32,
+    b: Uint32,
+    c: Uint32,
+    d: Uint32,
+    tail: Uint32,
+    mask: Uint32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Store, for every set bit i (0..7) of `mask`, key i with `tail - i` below it, to consecutive shared words."""
+    lines = ["{ .reg .b32 p, t, v, w; .reg .pred q; mov.b32 p, $0; mov.b32 v, $5;"]
+    for bit in range(8):
+        lines.append(f"and.b32 t, $6, {1 << bit}; setp.ne.u32 q, t, 0;")
+        lines.append(f"prmt.b32 w, ${1 + bit // 2}, v, {0x3254 if bit % 2 else 0x1054};")
+        lines.append("@q st.shared.b32 [p], w; @q add.u32 p, p, 4; sub.u32 v, v, 1;")
+    ptx.asm(" ".join([*lines, "}"]), "r,r,r,r,r,r,r", (), (addr, a, b, c, d, tail, mask), loc=loc, ip=ip)
+
+
+@cute.jit
+def find_held(row: Any, words: Any, rounds: Int32, n: Int32) -> Any:
+    """(the `n`-th largest key of the registers, how many keys equal to it are taken). The second histogram and `low`
+    are clear, or will be at the first barrier.
+
+    The N best keys mostly lie less than BINS values below the best one: sixteen octaves, for positive logits. Where
+    they do not, upper and lower bits are counted one after the other."""
+    held = row.config.held
+    top = block_top(row, words)
+    mark(row, 5)
+    floor = Uint32(1)
+    if top >= Uint32(BINS):
+        floor = top - Uint32(BINS - 1)
+    for step in cutlass.range_constexpr(held):
+        if Int32(step) < rounds:
+            count_near(row.second, words[4 * step : 4 * step + 4], floor)
+    digit, above = block_find(row, row.second, n)
+    threshold = floor + Uint32(digit)
+    need = n - above
+    if digit < Int32(0):
+        for place in cutlass.range(row.thread, Int32(BINS // 4), row.config.threads, unroll=1):
+            ptx.store_shared_v4(row.second + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+        cute.arch.sync_threads()
+        for step in cutlass.range_constexpr(held):
+            if Int32(step) < rounds:
+                count_high(row.second, words[4 * step : 4 * step + 4])
+        digit, above = block_find(row, row.second, n)
+        for step in cutlass.range_constexpr(held):
+            if Int32(step) < rounds:
+                count_low(row.low, words[4 * step : 4 * step + 4], Uint32(digit))
+        low, between = find_low(row.low, n - above, row.lane)
+        threshold = (Uint32(digit) << Uint32(5)) | low
+        need = n - above - between
+    return threshold, need
 
 
 @cute.jit
@@ -266,17 +400,7 @@ def place_held(row: Any, words: Any, vectors: Any, rounds: Int32, n: Int32) -> N
     """The row's words from the vectors in registers, which hold its N best: histograms of their keys, then each thread
     places its own. vectors: their numbers, ascending in the order (warp, round, lane)."""
     held = row.config.held
-    for step in cutlass.range_constexpr(held):
-        if Int32(step) < rounds:
-            count_high(row.second, words[4 * step : 4 * step + 4])
-    digit, above, _inside = block_search(row, row.second, n)
-    mark(row, 5)
-    for step in cutlass.range_constexpr(held):
-        if Int32(step) < rounds:
-            count_low(row.low, words[4 * step : 4 * step + 4], Uint32(digit))
-    low, between = find_low(row.low, n - above, row.lane)
-    threshold = (Uint32(digit) << Uint32(5)) | low
-    need = n - above - between
+    threshold, need = find_held(row, words, rounds, n)
     mark(row, 6)
     masks = [Uint32(0) for _ in range(held)]  # of keys above the threshold, and, shifted by 8, equal to it
     total = Int32(0)

@@ -1,0 +1,200 @@
+"""Selection of the merge's latency form, over words in registers: threshold, cut among equal keys, saturated ranks.
+
+Keys are counted by their distance from the least one: that range is nearly always narrower than the histogram, whose
+bins are then single keys; where it is not, a second histogram splits the threshold's bin. The block finds bins
+together. All threads of the block call these functions together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+from keysieve.device import packed, ptx, scan
+from keysieve.kernels import exchange_latency as arrival
+from keysieve.kernels import exchange_select as choose
+from keysieve.kernels.exchange_select import FOUND_CUT, FOUND_TIES, ID_MAX, find_bin
+
+FEW = 128
+"""Equal keys up to which they are ranked against each other, a warp for each; more are selected by digits of ids."""
+
+_LOW_BINS = 32
+
+
+@cute.jit
+def find_range(share: Any, words: Any) -> Any:
+    """Largest and smallest key of the block's live entries; 0, 0 if there are none. A block barrier, which also shows
+    all held words."""
+    lists = share.lists
+    most = Uint32(0)  # largest key, and 0xFFFF less the smallest
+    for half in cutlass.range_constexpr(2 * share.rounds):
+        key = words[half] >> Uint32(16)
+        both = (key | ((Uint32(0xFFFF) - key) << Uint32(16))) * Uint32(key != Uint32(0))
+        most = ptx.max_u16x2(most, both)
+    top = scan.warp_max_u32(most & Uint32(0xFFFF))
+    bottom = scan.warp_max_u32(most >> Uint32(16))
+    if share.lane == Int32(0):
+        ptx.store_shared(lists.counts + Uint32(share.warp) * Uint32(4), top | (bottom << Uint32(16)))
+    cute.arch.sync_threads()
+    both = Uint32(0)
+    if share.lane < Int32(lists.config.threads // 32):
+        both = ptx.load_shared(lists.counts + Uint32(share.lane) * Uint32(4))
+    top = scan.warp_max_u32(both & Uint32(0xFFFF))
+    bottom = (Uint32(0xFFFF) - scan.warp_max_u32(both >> Uint32(16))) * Uint32(top != Uint32(0))
+    return top, bottom
+
+
+@cute.jit
+def find_threshold(share: Any, words: Any, top: Uint32, bottom: Uint32) -> Any:
+    """(threshold key, keys of it that are taken, keys equal to it); threshold 0 takes everything. top, bottom: of
+    `find_range`. The histograms are clear."""
+    lists = share.lists
+    shift = Uint32(0)
+    span = (top - bottom) >> Uint32(11)
+    if span != Uint32(0):
+        shift = packed.highest_bit(span) + Uint32(1)
+    for half in cutlass.range_constexpr(2 * share.rounds):
+        if words[half] != Uint32(0):
+            scan.histogram_add(lists.high, ((words[half] >> Uint32(16)) - bottom) >> shift)
+    cute.arch.sync_threads()
+    choose.note_clock(lists, 5)
+    digit, above, equal = find_bin(lists, lists.k)
+    threshold = bottom + (digit << shift)
+    need = lists.k - above
+    if need > equal:  # fewer than K entries are live
+        threshold = Uint32(0)
+        need = Int32(0)
+        equal = Int32(0)
+    if shift != Uint32(0) and threshold != Uint32(0):
+        for half in cutlass.range_constexpr(2 * share.rounds):
+            distance = (words[half] >> Uint32(16)) - bottom
+            if words[half] != Uint32(0) and (distance >> shift) == digit:
+                scan.histogram_add(lists.low, distance - (digit << shift))
+        cute.arch.sync_threads()
+        bin_of_lane = Int32(_LOW_BINS - 1) - share.lane
+        count = Int32(ptx.load_shared(lists.low + Uint32(bin_of_lane) * Uint32(4)))
+        upto = packed.warp_prefix(count)
+        votes = Uint32(cute.arch.vote_ballot_sync(upto >= need))
+        owner = packed.lowest_bit(votes)
+        equal = Int32(cute.arch.shuffle_sync(count, owner))
+        need = need - (Int32(cute.arch.shuffle_sync(upto, owner)) - equal)
+        threshold = threshold + Uint32(Int32(_LOW_BINS - 1) - owner)
+    return threshold, need, equal
+
+
+@cute.jit
+def choose_entries(share: Any, words: Any, uppers: Any, found: Any, length: Int32) -> Uint32:
+    """Bit h set where this thread's entry h is among the K best. length: above every id."""
+    threshold, need, equal = found
+    chosen = Uint32(0)
+    same = Uint32(0)
+    for half in cutlass.range_constexpr(2 * share.rounds):
+        key = words[half] >> Uint32(16)
+        chosen = chosen | (Uint32(key > threshold) << Uint32(half))
+        same = same | (Uint32(key == threshold) << Uint32(half))
+    same = same * Uint32(threshold != Uint32(0))
+    if equal > need:
+        if equal <= Int32(FEW):
+            rank_few(share, words, uppers, same, need)
+        else:
+            digit_many(share, words, uppers, same, need, length)
+        cute.arch.sync_threads()
+        cut = ptx.load_shared(share.lists.note(FOUND_CUT))
+        if same != Uint32(0):
+            for half in cutlass.range_constexpr(2 * share.rounds):
+                if arrival.id_of(share, words[half], uppers, half) > cut:
+                    same = same & Uint32(0xFFFFFFFF ^ (1 << half))
+    return chosen | same
+
+
+@cute.jit
+def rank_few(share: Any, words: Any, uppers: Any, same: Uint32, need: Int32) -> None:
+    """Note the `need`-th smallest of at most FEW ids of the entries in the masks: a warp counts the smaller ones of
+    each."""
+    lists = share.lists
+    if same != Uint32(0):
+        place = ptx.atom_shared(lists.note(FOUND_TIES), Uint32(cute.arch.popc(same)), "add")
+        for half in cutlass.range_constexpr(2 * share.rounds):
+            if (same & Uint32(1 << half)) != Uint32(0):
+                ptx.store_shared(lists.ties + place * Uint32(4), arrival.id_of(share, words[half], uppers, half))
+                place = place + Uint32(1)
+    cute.arch.sync_threads()
+    ties = Int32(ptx.load_shared(lists.note(FOUND_TIES)))
+    others = [Uint32(ID_MAX) for _ in range(FEW // 32)]
+    for part in cutlass.range_constexpr(FEW // 32):
+        if share.lane + Int32(32 * part) < ties:
+            others[part] = ptx.load_shared(lists.ties + Uint32(share.lane + Int32(32 * part)) * Uint32(4))
+    for tie in cutlass.range(share.warp, ties, lists.config.threads // 32, unroll=1):
+        mine = ptx.load_shared(lists.ties + Uint32(tie) * Uint32(4))
+        smaller = Int32(0)
+        for part in cutlass.range_constexpr(FEW // 32):
+            smaller = smaller + Int32(cute.arch.popc(cute.arch.vote_ballot_sync(others[part] < mine)))
+        if smaller == need - Int32(1) and share.lane == Int32(0):
+            ptx.store_shared(lists.note(FOUND_CUT), mine)
+
+
+@cute.jit
+def digit_many(share: Any, words: Any, uppers: Any, same: Uint32, need: Int32, length: Int32) -> None:
+    """Note the `need`-th smallest of any number of ids below `length`: digits of 11 bits, the highest first."""
+    lists = share.lists
+    shift = Uint32(0)
+    if (length >> Int32(11)) != Int32(0):
+        shift = packed.highest_bit(Uint32(length) >> Uint32(11)) + Uint32(1)
+    prefix = Uint32(0)
+    before = shift + Uint32(11)
+    left = need
+    searching = Boolean(True)
+    while searching:
+        cute.arch.sync_threads()
+        choose.clear_high(lists)
+        cute.arch.sync_threads()
+        for half in cutlass.range_constexpr(2 * share.rounds):
+            one = arrival.id_of(share, words[half], uppers, half)
+            if (same & Uint32(1 << half)) != Uint32(0) and (one >> before) == prefix:
+                digit = (one >> shift) & ((Uint32(1) << (before - shift)) - Uint32(1))
+                scan.histogram_add(lists.high, Uint32(2047) - digit)  # the largest bin is found first
+        cute.arch.sync_threads()
+        reverse, above, _equal = find_bin(lists, left)
+        left = left - above
+        prefix = (prefix << (before - shift)) | (Uint32(2047) - reverse)
+        searching = shift != Uint32(0)
+        before = shift
+        lower = Int32(shift) - Int32(11)
+        shift = Uint32(lower * Int32(lower > Int32(0)))
+    if lists.thread == Int32(0):
+        ptx.store_shared(lists.note(FOUND_CUT), prefix)
+
+
+@cute.jit
+def count_chosen(share: Any, chosen: Uint32) -> Any:
+    """(chosen entries of the block's lower warps; of this rank's own list: those of lower warps, all of them; mask of
+    the sources that have an entry, perhaps an empty one, that is not chosen). One block barrier."""
+    lists = share.lists
+    own = Uint32(0)
+    refused = Uint32(0)
+    for part in cutlass.range_constexpr(share.rounds):
+        if share.mine(part):
+            own = own | Uint32(3 << (2 * part))
+        for side in cutlass.range_constexpr(2):
+            half = 2 * part + side
+            inside = share.has(part) and share.index(half) < share.length[part]
+            if inside and ((chosen >> Uint32(half)) & Uint32(1)) == Uint32(0):
+                refused = refused | (Uint32(1) << Uint32(share.sources[part]))
+    both = Int32(cute.arch.popc(chosen)) | (Int32(cute.arch.popc(chosen & own)) << Int32(16))
+    both = scan.warp_sum(both)
+    refused = Uint32(cute.arch.warp_redux_sync(refused, "or"))
+    if share.lane == Int32(0):
+        packed.store_shared_v2(lists.sums + Uint32(share.warp) * Uint32(8), Uint32(both), refused)
+    cute.arch.sync_threads()
+    choose.note_clock(lists, 8)
+    word = Uint32(0)
+    refused = Uint32(0)
+    if share.lane < Int32(lists.config.threads // 32):
+        word, refused = packed.load_shared_v2(lists.sums + Uint32(share.lane) * Uint32(8))
+    before = scan.warp_sum(Int32(word) * Int32(share.lane < share.warp))
+    owned = scan.warp_sum(Int32(word >> Uint32(16)))
+    refused = Uint32(cute.arch.warp_redux_sync(refused, "or"))
+    return before & Int32(0xFFFF), before >> Int32(16), owned, refused
