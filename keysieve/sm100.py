@@ -6,12 +6,11 @@ checked without one, and what the owner of one should run first. Imports no cutl
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
-from keysieve.checks import message
+from keysieve.checks import message, warn_caller
 from keysieve.gpu import GpuBackend
 from keysieve.kernels import score_words_host, sm100_score_config
 from keysieve.kernels.base import Kernel
@@ -48,7 +47,7 @@ class Sm100Backend(GpuBackend):
         """The launcher of one kernel configuration on ``device``; says once what has not been done."""
         if not self._launchers:
             text = "keysieve's Blackwell kernels are compiled and inspected, not run: run `keysieve check` first"
-            warnings.warn(f"{text} (docs/blackwell.md)", UntriedWarning, stacklevel=2)
+            warn_caller(f"{text} (docs/blackwell.md)", UntriedWarning)
         return super().launcher(device, kernel, config)
 
 

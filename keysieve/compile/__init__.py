@@ -12,12 +12,11 @@ import json
 import platform
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keysieve.checks import UnsupportedError, message
+from keysieve.checks import UnsupportedError, message, warn_caller
 from keysieve.compile import loader, options, source, store, versions
 from keysieve.kernels import CONFIG_MODULES
 from keysieve.kernels.base import Kernel
@@ -80,7 +79,7 @@ def ensure(kernel: Kernel, config: Any, arch: str, root: store.Store | None = No
     versions.require_compiler()
     broken = cache.corrupt(name)
     if broken is not None:
-        warnings.warn(f"keysieve: rebuilding a damaged kernel cache entry: {broken}", RuntimeWarning, stacklevel=2)
+        warn_caller(f"keysieve: rebuilding a damaged kernel cache entry: {broken}", RuntimeWarning)
     with cache.lock(name):
         entry = cache.find(name)  # another process may have made it while this one waited
         if entry is not None:
@@ -98,11 +97,10 @@ def _compile_into(cache: store.Store, kernel: Kernel, config: Any, arch: str, na
     status = "compiled"
     if path is None:
         status = "unsaved"
-        warnings.warn(
+        warn_caller(
             f"keysieve: the kernel cache {cache.root} cannot be written; kernels are compiled at every start. "
             f"Set {store.CACHE_ENV} to a directory that can, or fill it with `keysieve compile`.",
             RuntimeWarning,
-            stacklevel=4,
         )
         path = store.private_copy(name, built.form, built.image, facts)
     return Outcome(name, status, time.perf_counter() - start, store.Entry(path, built.form, facts))

@@ -2,7 +2,8 @@
 
 | module | what it holds |
 |---|---|
-| `ptx` | inline PTX: loads and stores with order and scope, tagged pairs, bulk copies, grid dependency, timers, traps (`ptx_memory` and `ptx_asm` hold what it hands on) |
+| `ptx` | inline PTX: loads and stores with order and scope, tagged pairs, bulk copies, grid dependency, timers, traps |
+| `ptx_memory`, `ptx_asm` | parts of `ptx`, which hands their names on |
 | `keys` | key16 and its packed forms, candidate words (integers only: they run on the CPU too) |
 | `numerics` | pinned float32 and BF16 arithmetic, the two kinds of maximum, conversions |
 | `scan` | warp and block scans, histograms, digit search |

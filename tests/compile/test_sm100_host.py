@@ -125,8 +125,9 @@ def test_it_says_that_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None
     backend = sm100.Sm100Backend()
     kernel = backend.scorer(ks.IndexerSpec(64, 2048, "mxfp4"))[0]
     monkeypatch.setattr("keysieve.gpu.Launcher", lambda *_args: object())
-    with pytest.warns(sm100.UntriedWarning, match="not run"):
+    with pytest.warns(sm100.UntriedWarning, match="not run") as told:
         backend.launcher(torch.device("cuda", 0), kernel, "one")
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backend.launcher(torch.device("cuda", 0), kernel, "two")
