@@ -1,4 +1,4 @@
-"""The Hopper backend: FP8 scoring by ``kernels/sm90_score``.
+"""The Hopper backend: FP8 caches are scored by ``kernels/sm90_score``, MXFP4 caches by ``kernels/sm90_mxfp4``.
 
 Imported by :mod:`keysieve.backends` when a CUDA device of capability 9.0 is first used; imports no cutlass itself.
 """
@@ -20,7 +20,10 @@ class Sm90Backend(GpuBackend):
     name = "sm90"
 
     def _no_scorer(self, spec: IndexerSpec, next_n: int) -> str | None:
-        reason = sm90_score_config.unsupported(spec.heads, next_n, spec.key_format)
+        if spec.format.is_fp8:
+            reason = sm90_score_config.unsupported(spec.heads, next_n, spec.key_format)
+        else:
+            reason = sm90_mxfp4_config.unsupported(spec.heads, next_n)
         if reason is not None:
             return message("spec", got=spec, accepted=reason, remedy="Use one of these, or device='cpu'.")
         if spec.numerics_on(self.name) != "fp32":

@@ -27,11 +27,11 @@ def power(exponent: Int32) -> Float32:
     return numerics.bits_float(Uint32(select(exponent == Int32(-127), Uint32(0x00400000), normal)))
 
 
-def scaled(value: Float32, key: Uint32, column: Uint32, block: Int32) -> Float32:
-    """`value` times the scales of a block: byte `block` of two words of codes. Two factors, each of them a float."""
+def scaled(value: Float32, key: Uint32, column: Uint32, block: Int32, more: Int32) -> Float32:
+    """`value` times the scales of a block, byte `block` of two words of codes, and 2^`more`, by two factors."""
     place = Uint32(block) * Uint32(8)
     both = Int32((key >> place) & Uint32(0xFF)) + Int32((column >> place) & Uint32(0xFF))
-    exponent = both - Int32(254)
+    exponent = both - Int32(254) + more
     half = exponent >> Int32(1)
     return numerics.mul(numerics.mul(value, power(half)), power(exponent - half))
 
@@ -76,11 +76,14 @@ def row_sums(
     query_stage: Int32,
     lane: Int32,
 ) -> Any:
-    """Head sums of a thread's two keys, over its columns of a row; `first` is the row's first column."""
+    """Head sums of a thread's two keys, over its columns of a row; `first` is the row's first column.
+
+    Twice what half of each weight gives, not half weights of twice the dot: that would be infinite from 2^127 on.
+    """
     quad = lane & Int32(3)
     query = shared.query + Uint32(query_stage) * Uint32(kernel.places.query_bytes)
-    codes = shared.codes + Uint32(query_stage) * Uint32(kernel.places.weight_bytes)
-    weights = shared.weights + Uint32(query_stage) * Uint32(kernel.places.weight_bytes)
+    stage = Uint32(query_stage) * Uint32(kernel.places.weight_bytes)
+    codes, weights = shared.codes + stage, shared.weights + stage
     part = [Float32(0.0) for _ in range(4)]
     for block in cutlass.range(kernel.config.heads // 8, unroll=1):
         column = Uint32(first + block * Int32(8))
@@ -94,6 +97,10 @@ def row_sums(
         # As `halve_weights` lays them out.
         pair, odd = column >> Uint32(4), (column >> Uint32(3)) & Uint32(1)
         two = packed.load_shared_v2(weights + pair * Uint32(64) + Uint32(quad) * Uint32(16) + odd * Uint32(8))
+        # Weights have their heads' factors in them; here the dots do, lest one near the largest float become infinite.
+        known = packed.load_shared_v2(shared.factors + stage + mine * Uint32(4))
+        more = [Int32(word >> Uint32(23)) - Int32(127) for word in known]
+        weight = [numerics.mul(numerics.bits_float(two[v]), power(Int32(0) - more[v])) for v in range(2)]
         dots = [Float32(0.0) for _ in range(4)]
         for b in cutlass.range(BLOCKS, unroll=1):
             acc = [Float32(0.0) for _ in range(4)]
@@ -101,7 +108,8 @@ def row_sums(
                 a = [Uint32(select(quad == b, words[4 * s + i], Uint32(0))) for i in range(4)]
                 acc = list(warp_mma.product_e4m3(a, depth[2 * s : 2 * s + 2], acc))
             for i in cutlass.range_constexpr(4):
-                dots[i] = numerics.add(dots[i], scaled(acc[i], keys[i // 2], scales[i % 2], b))
+                dots[i] = numerics.add(dots[i], scaled(acc[i], keys[i // 2], scales[i % 2], b, more[i % 2]))
         for i in cutlass.range_constexpr(4):
-            part[i] = numerics.fma(numerics.twice_relu(dots[i]), numerics.bits_float(two[i % 2]), part[i])
-    return numerics.add(part[0], part[1]), numerics.add(part[2], part[3])
+            part[i] = numerics.fma(numerics.max_nan(dots[i], Float32(0.0)), weight[i % 2], part[i])
+    first, second = numerics.add(part[0], part[1]), numerics.add(part[2], part[3])
+    return numerics.add(first, first), numerics.add(second, second)

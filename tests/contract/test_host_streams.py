@@ -163,9 +163,11 @@ def test_supports_answers_before_a_cache_exists_and_with_it(device: Device, monk
     cache = arguments()["cache"]
     assert backend.reason_against(SPEC, 1, CPU, None) is None
     assert backend.reason_against(SPEC, 8, CPU, cache) is None
+    assert backend.reason_against(IndexerSpec(64, 16, "mxfp4"), 8, CPU, None) is None
+    assert "next_n 9" in str(backend.reason_against(IndexerSpec(8, 16, "mxfp4"), 9, CPU, None))
     said = {
         "numerics": backend.reason_against(IndexerSpec(8, 16, numerics="bf16"), 1, CPU, cache),
-        "spec": backend.reason_against(IndexerSpec(8, 16, "mxfp4"), 1, CPU, None),
+        "spec": backend.reason_against(SPEC, 9, CPU, None),
         "cache": backend.reason_against(SPEC, 1, CPU, ks.IndexCache(SPEC, cache.data.to("meta"))),
     }
     for name, reason in said.items():

@@ -7,17 +7,18 @@ outside the pool, outputs hold a sentinel that no kernel writes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from keysieve.kernels import sm90_score_host as host
-from keysieve.kernels.sm90_score_config import KERNEL, ScoreConfig
+from keysieve.bench.caches import page_values, query_values
+from keysieve.kernels import score_words_host, sm90_mxfp4_config, sm90_score_config, sm90_score_host
+from keysieve.kernels.sm90_score_config import ScoreConfig
 from keysieve.launch import Launcher
 from keysieve.reference.keys import key16
 from keysieve.reference.layouts import CompactLayout, compact_layout
-from keysieve.spec import PAGE, pitch_of
+from keysieve.spec import FORMATS, PAGE, pitch_of
 
-PAGE_BYTES = 8448
 SENTINEL = 0x7ABC
 POISON_ID = 0x7F0F0F0F
 BIG = 1 << 26
@@ -28,8 +29,14 @@ _launchers: dict[ScoreConfig, Launcher] = {}
 def launcher(config: ScoreConfig) -> Launcher:
     """One launcher a configuration for the whole session."""
     if config not in _launchers:
-        _launchers[config] = Launcher(KERNEL, config, "cuda")
+        kernel = sm90_mxfp4_config.KERNEL if config.key_format == "mxfp4" else sm90_score_config.KERNEL
+        _launchers[config] = Launcher(kernel, config, "cuda")
     return _launchers[config]
+
+
+def host_of(config: ScoreConfig) -> Any:
+    """The module whose functions launch it."""
+    return score_words_host if config.key_format == "mxfp4" else sm90_score_host
 
 
 def config_of(
@@ -54,6 +61,7 @@ class Problem:
     table: torch.Tensor
     lengths: tuple[int, ...]
     max_context: int = BIG
+    words: torch.Tensor | None = None
 
     @property
     def limit(self) -> int:
@@ -74,6 +82,7 @@ class Problem:
             config=replace(self.config, next_n=1),
             query=self.query[index].contiguous(),
             weights=self.weights[index].contiguous(),
+            words=None if self.words is None else self.words[index].contiguous(),
             table=self.table[index // n].contiguous(),
             lengths=tuple(self.lengths[i] for i in pick),
         )
@@ -89,20 +98,43 @@ class Result:
     flag: int
 
 
-def empty_pool(device: torch.device, pages: int, page_stride: int = PAGE_BYTES) -> torch.Tensor:
-    """uint8 [pages, 64, 132] of NaN codes and NaN scales, the gaps between pages as well."""
-    raw = torch.full(((pages - 1) * page_stride + PAGE_BYTES,), 0xFF, dtype=torch.uint8, device=device)
-    return raw.as_strided((pages, PAGE, 132), (page_stride, 132, 1))
+def empty_pool(
+    device: torch.device, pages: int, page_stride: int | None = None, key_format: str = "fp8_fp32"
+) -> torch.Tensor:
+    """uint8 [pages, 64, width] of NaN codes (E2M1 has none) and NaN scales, the gaps between pages as well."""
+    width = FORMATS[key_format].width
+    stride = PAGE * width if page_stride is None else page_stride
+    raw = torch.full(((pages - 1) * stride + PAGE * width,), 0xFF, dtype=torch.uint8, device=device)
+    return raw.as_strided((pages, PAGE, width), (stride, width, 1))
 
 
 def page_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """The pages as [pages, 8448] bytes."""
-    return cache.as_strided((cache.shape[0], PAGE_BYTES), (cache.stride(0), 1))
+    """The pages as [pages, page bytes]."""
+    return cache.as_strided((cache.shape[0], PAGE * cache.shape[2]), (cache.stride(0), 1))
+
+
+def random_scale_codes(shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """UE8M0 codes uint8 [*shape, 4]: ordinary ones, and of one vector in fifty four that lie far apart."""
+    near = torch.randint(118, 131, (*shape, 4), device=device, generator=generator)
+    far = torch.randint(100, 150, (*shape, 4), device=device, generator=generator)
+    rare = torch.rand(shape, device=device, generator=generator) < 0.02
+    return torch.where(rare.unsqueeze(-1), far, near).to(torch.uint8)
+
+
+def random_mxfp4_bytes(device: torch.device, pages: int, generator: torch.Generator) -> torch.Tensor:
+    """Bytes [pages, 4352]: any codes, `random_scale_codes`, and some blocks of zeros with the smallest scale."""
+    codes = torch.randint(0, 256, (pages, PAGE, 4, 16), device=device, generator=generator).to(torch.uint8)
+    scales = random_scale_codes((pages, PAGE), device, generator)
+    zero = torch.rand(pages, PAGE, 4, device=device, generator=generator) < 0.01
+    codes[zero], scales[zero] = 0x80, 1
+    return torch.cat((codes.view(pages, -1), scales.view(pages, -1)), dim=1)
 
 
 def random_page_bytes(device: torch.device, pages: int, key_format: str, generator: torch.Generator) -> torch.Tensor:
-    """Bytes [pages, 8448] of ordinary keys and scales."""
-    out = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
+    """Bytes [pages, page bytes] of ordinary keys and scales."""
+    if key_format == "mxfp4":
+        return random_mxfp4_bytes(device, pages, generator)
+    out = torch.empty(pages, FORMATS[key_format].page_bytes, dtype=torch.uint8, device=device)
     keys = torch.randn(pages, 64 * 128, device=device, generator=generator)
     out[:, :8192] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
     if key_format == "fp8_fp32":
@@ -121,7 +153,7 @@ def problem(
     *,
     seed: int = 1,
     spare: int = 7,
-    page_stride: int = PAGE_BYTES,
+    page_stride: int | None = None,
     spare_columns: int = 3,
     max_context: int = BIG,
 ) -> Problem:
@@ -130,7 +162,7 @@ def problem(
     rows, n = len(lengths), config.next_n
     need = [-(-max(0, *lengths[r : r + n]) // PAGE) for r in range(0, rows, n)]
     pages = sum(need) + spare
-    cache = empty_pool(device, pages, page_stride)
+    cache, fmt = empty_pool(device, pages, page_stride, config.key_format), FORMATS[config.key_format]
     places = torch.randperm(pages, device=device, generator=generator)
     filled = random_page_bytes(device, max(1, sum(need)), config.key_format, generator)
     table = torch.full((len(need), max(need) + spare_columns), POISON_ID, dtype=torch.int32, device=device)
@@ -139,15 +171,20 @@ def problem(
         table[request, :count] = places[used : used + count].int()
         tail = max(0, *lengths[request * n : (request + 1) * n]) % PAGE
         if tail:  # tokens past the longest row
-            filled[used + count - 1, tail * 128 : 8192] = 0xFF
-            filled[used + count - 1, 8192 + tail * 4 :] = 0xFF
+            filled[used + count - 1, tail * fmt.key_bytes : fmt.scale_offset] = 0xFF
+            filled[used + count - 1, fmt.scale_offset + tail * 4 :] = 0xFF
         page_bytes(cache)[places[used : used + count]] = filled[used : used + count]
         used += count
-    query = torch.randn(rows, config.heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+    words = None
+    if fmt.is_fp8:
+        query = torch.randn(rows, config.heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+    else:
+        query = torch.randint(0, 256, (rows, config.heads, 64), device=device, generator=generator).to(torch.uint8)
+        words = random_scale_codes((rows, config.heads), device, generator).view(torch.int32).squeeze(-1)
     weights = torch.randn(rows, config.heads, device=device, generator=generator)
     if config.weights == "bfloat16":
         weights = weights.bfloat16()
-    return Problem(config, query, cache, weights, table, tuple(lengths), max_context)
+    return Problem(config, query, cache, weights, table, tuple(lengths), max_context, words)
 
 
 def run(p: Problem, *, topk: int = 0, blocks: int = 132, capacity: int | None = None) -> Result:
@@ -156,11 +193,12 @@ def run(p: Problem, *, topk: int = 0, blocks: int = 132, capacity: int | None = 
     lens = torch.tensor(p.lengths, dtype=torch.int32, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     common = (launcher(p.config), p.config, p.query, p.cache, p.weights, lens, p.table)
+    host = host_of(p.config)
     if p.config.layout == "pitched":
         pitch = pitch_of(max(1, *p.usable))
         logits = torch.full((len(p.lengths), pitch), SENTINEL, dtype=torch.int16, device=device)
         out = logits.view(torch.bfloat16)
-        host.score_pitched(*common, max_context=p.max_context, logits=out, flags=flags, blocks=blocks)
+        host.score_pitched(*common, max_context=p.max_context, logits=out, flags=flags, blocks=blocks, words=p.words)
         return Result(logits, None, None, int(flags.item()))
     layout = compact_layout(p.usable, p.config.next_n, topk if topk else 0)
     size = max(layout.elements, 128 * p.config.next_n) if capacity is None else capacity
@@ -176,6 +214,7 @@ def run(p: Problem, *, topk: int = 0, blocks: int = 132, capacity: int | None = 
         starts=starts,
         flags=flags,
         blocks=blocks,
+        words=p.words,
     )
     return Result(logits, tops, starts, int(flags.item()))
 
@@ -227,14 +266,9 @@ def exact_row(p: Problem, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 (logits, magnitudes) of a row; magnitude: |scale| * sum_h |w_h| * sum_d |q_hd k_d|."""
     length = p.usable[row]
     pages = p.table[row // p.config.next_n, : -(-length // PAGE)].long()
-    raw = page_bytes(p.cache)[pages]
-    keys = raw[:, :8192].reshape(-1, 128).view(torch.float8_e4m3fn).double()[:length]
-    words = raw[:, 8192:].contiguous()
-    if p.config.key_format == "fp8_fp32":
-        scale = words.view(torch.float32).reshape(-1).double()[:length]
-    else:
-        scale = torch.exp2(words.reshape(-1, 4)[:length, 0].double() - 127.0)
-    query, weights = p.query[row].double(), p.weights[row].double()[:, None]
+    keys, scale = (t[:length] for t in page_values(page_bytes(p.cache)[pages], p.config.key_format))
+    query = query_values(p.query[row], None if p.words is None else p.words[row])
+    weights = p.weights[row].double()[:, None]
     dots = (query @ keys.T).clamp_min(0.0)
     magnitude = (query.abs() @ keys.abs().T * weights.abs()).sum(0) * scale.abs()
     return (dots * weights).sum(0) * scale, magnitude

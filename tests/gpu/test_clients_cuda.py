@@ -31,7 +31,7 @@ if importlib.util.find_spec("transformers") is not None:
 
     FAMILIES = {name: family for name, family in ALL.items() if family.present}
 
-PAIRS = [(name, form) for name in FAMILIES for form in ("fp8_fp32", "fp8_ue8m0")]
+PAIRS = [(name, form) for name in FAMILIES for form in ("fp8_fp32", "fp8_ue8m0", "mxfp4")]
 
 
 @dataclass
@@ -58,8 +58,9 @@ class Compared:
         on_device = ks.score(
             step.spec, step.query, step.cache, step.weights, step.seq_lens, step.index_table, max_len=step.longest
         ).cpu()
+        query = step.query.cpu() if isinstance(step.query, torch.Tensor) else tuple(t.cpu() for t in step.query)
         here = (
-            *(step.query.cpu(), ks.IndexCache(step.spec, step.cache.data.cpu())),
+            *(query, ks.IndexCache(step.spec, step.cache.data.cpu())),
             *(step.weights.cpu(), step.seq_lens.cpu(), step.index_table.cpu()),
         )
         on_cpu = ks.score(step.spec, *here, max_len=step.longest)
@@ -88,8 +89,10 @@ class Compared:
         slots = [pages[p // PAGE] * PAGE + p % PAGE for p in range(length)]
         pool, stride = pool_of(cache.data)
         keys, scales = brute.gather_keys(pool, stride, step.spec.key_format, slots)
+        codes, words = codes if isinstance(codes, tuple) else (codes, None)
         query = codes.contiguous().view(torch.uint8).numpy()[row]
-        found = brute.real_logits(step.spec.key_format, query, None, weights[row].numpy(), keys, scales)
+        blocks = None if words is None else words[row].contiguous().view(torch.uint8).view(-1, 4).numpy()
+        found = brute.real_logits(step.spec.key_format, query, blocks, weights[row].numpy(), keys, scales)
         exact, magnitude = torch.from_numpy(found[0]), torch.from_numpy(found[1])
         differs = torch.from_numpy(bits16(got[:length]) != bits16(cpu[:length]))
         excess = (got[:length].double() - exact).abs() - logit_bound(exact, magnitude, step.spec.heads)

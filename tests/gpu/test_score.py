@@ -30,7 +30,19 @@ SHAPES = [
     (64, 4, "compact", "fp8_fp32", "float32"),
     (64, 5, "compact", "fp8_ue8m0", "float32"),
     (64, 8, "compact", "fp8_fp32", "float32"),
+    (8, 1, "compact", "mxfp4", "float32"),
+    (8, 8, "pitched", "mxfp4", "bfloat16"),
+    (16, 3, "compact", "mxfp4", "float32"),
+    (32, 1, "compact", "mxfp4", "float32"),
+    (32, 1, "pitched", "mxfp4", "bfloat16"),
+    (32, 2, "compact", "mxfp4", "bfloat16"),
+    (32, 4, "compact", "mxfp4", "float32"),
+    (32, 7, "pitched", "mxfp4", "float32"),
+    (64, 1, "compact", "mxfp4", "float32"),
+    (64, 3, "compact", "mxfp4", "bfloat16"),
+    (64, 8, "compact", "mxfp4", "float32"),
 ]
+BOTH = ("fp8_fp32", "mxfp4")
 EDGES = [0, -3, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257]
 
 
@@ -68,7 +80,9 @@ def test_bound(device: torch.device, case: tuple[int, int, str, str, str]) -> No
         assert bool((excess <= 0).all()), f"row {t}: {float(excess.max())} above the bound"
         # The bound is a worst case; what the hardware does on ordinary data is two orders nearer.
         near = (got - exact).abs() - exact.abs() * 2.0**-8
-        assert bool((near <= magnitude * 2.0**-12).all()), f"row {t}: far from the exact logits"
+        # (Block scales that lie apart within a vector put more of it below the bits that the unit keeps.)
+        share = 2.0**-12 if config.key_format != "mxfp4" else 2.0**-9
+        assert bool((near <= magnitude * share).all()), f"row {t}: far from the exact logits"
 
 
 @cases(*SHAPES)
@@ -84,54 +98,58 @@ def test_row_alone_and_in_any_company(device: torch.device, case: tuple[int, int
         same_rows([together[t]], sc.rows_of(alone, sc.run(alone)), f"row {t} alone")
 
 
-@cases((32, 1), (32, 4), (64, 8), (16, 2))
-def test_any_number_of_blocks(device: torch.device, case: tuple[int, int]) -> None:
+@cases(*((heads, n, key_format) for key_format in BOTH for heads, n in ((32, 1), (32, 4), (64, 8), (16, 2))))
+def test_any_number_of_blocks(device: torch.device, case: tuple[int, int, str]) -> None:
     """The cut into blocks leaves no trace in the bits."""
-    p = sc.problem(device, sc.config_of(*case), ragged(12 * case[1], seed=8, longest=9000), seed=7)
+    p = sc.problem(
+        device, sc.config_of(*case[:2], key_format=case[2]), ragged(12 * case[1], seed=8, longest=9000), seed=7
+    )
     want = sc.rows_of(p, sc.run(p))
     for blocks in (1, 2, 7, 64, 131, 200):
         same_rows(want, sc.rows_of(p, sc.run(p, blocks=blocks)), f"{blocks} blocks")
 
 
-@cases(8448, 8464, 12304, 38016)
-def test_page_placement(device: torch.device, case: int) -> None:
+@cases(*(("fp8_fp32", n) for n in (8448, 8464, 12304, 38016)), *(("mxfp4", n) for n in (4352, 4368, 8208, 38016)))
+def test_page_placement(device: torch.device, case: tuple[str, int]) -> None:
     """Pages elsewhere, with any 16-byte stride between them: the same bits."""
-    config = sc.config_of(32, 2)
+    config, stride = sc.config_of(32, 2, key_format=case[0]), case[1]
     p = sc.problem(device, config, ragged(32, seed=9), seed=8)
     want = sc.rows_of(p, sc.run(p))
     pages = p.cache.shape[0]
-    generator = torch.Generator(device=device).manual_seed(case)
+    generator = torch.Generator(device=device).manual_seed(stride)
     order = torch.randperm(2 * pages, device=device, generator=generator)[:pages]
-    cache = sc.empty_pool(device, 2 * pages, case)
+    cache = sc.empty_pool(device, 2 * pages, stride, case[0])
     sc.page_bytes(cache)[order] = sc.page_bytes(p.cache)
     real = (p.table >= 0) & (p.table < pages)
     table = torch.where(real, order[p.table.clamp(0, pages - 1).long()].int(), torch.full_like(p.table, -9))
     moved = replace(p, cache=cache, table=table)
-    same_rows(want, sc.rows_of(moved, sc.run(moved)), f"stride {case}")
+    same_rows(want, sc.rows_of(moved, sc.run(moved)), f"stride {stride}")
 
 
-def test_pages_beyond_four_gibibytes(device: torch.device) -> None:
+@cases(*BOTH)
+def test_pages_beyond_four_gibibytes(device: torch.device, case: str) -> None:
     """Page offsets pass 2^32 bytes."""
-    p = sc.problem(device, sc.config_of(32, 1), [700, 64, 1], seed=9, spare=30)
+    p = sc.problem(device, sc.config_of(32, 1, key_format=case), [700, 64, 1], seed=9, spare=30)
     want = sc.rows_of(p, sc.run(p))
     pages, stride = p.cache.shape[0], (1 << 28) + 16
-    raw = torch.empty((pages - 1) * stride + sc.PAGE_BYTES, dtype=torch.uint8, device=device)
-    cache = raw.as_strided((pages, 64, 132), (stride, 132, 1))
+    width = p.cache.shape[2]
+    raw = torch.empty((pages - 1) * stride + 64 * width, dtype=torch.uint8, device=device)
+    cache = raw.as_strided((pages, 64, width), (stride, width, 1))
     sc.page_bytes(cache)[:] = sc.page_bytes(p.cache)
     assert max(int(p.table[0, :11].max()), int(p.table[1, 0]), int(p.table[2, 0])) * stride > 1 << 32
     far = replace(p, cache=cache)
     same_rows(want, sc.rows_of(far, sc.run(far)), "far pages")
 
 
-@cases((32, 1, 512), (32, 2, 100), (64, 4, 2048))
-def test_short_requests_are_not_scored(device: torch.device, case: tuple[int, int, int]) -> None:
+@cases((32, 1, 512, "fp8_fp32"), (32, 2, 100, "fp8_fp32"), (64, 4, 2048, "fp8_fp32"), (32, 2, 100, "mxfp4"))
+def test_short_requests_are_not_scored(device: torch.device, case: tuple[int, int, int, str]) -> None:
     """Under the compact layout a request whose rows all fit topk is skipped, and no page of it is even looked up."""
-    heads, next_n, topk = case
+    heads, next_n, topk, key_format = case
     lengths = ragged(40 * next_n, seed=11, longest=5000)
     for j in range(next_n):
         lengths[j] = topk - j
         lengths[next_n + j] = topk + 1 if j == 0 else 3
-    p = sc.problem(device, sc.config_of(heads, next_n), lengths, seed=10)
+    p = sc.problem(device, sc.config_of(heads, next_n, key_format=key_format), lengths, seed=10)
     p.table[0, :] = sc.POISON_ID
     result = sc.run(p, topk=topk)
     assert result.flag == 0
@@ -144,14 +162,14 @@ def test_short_requests_are_not_scored(device: torch.device, case: tuple[int, in
             assert torch.equal(rows[t], row)
 
 
-@cases((1, 32), (3, 32), (5000, 8))
-def test_many_small_requests(device: torch.device, case: tuple[int, int]) -> None:
+@cases((1, 32, "fp8_fp32"), (3, 32, "fp8_fp32"), (5000, 8, "fp8_fp32"), (3, 32, "mxfp4"))
+def test_many_small_requests(device: torch.device, case: tuple[int, int, str]) -> None:
     """4,096 requests of a few keys, and ones that are empty for long stretches."""
-    seed, heads = case
+    seed, heads, key_format = case
     draw = random.Random(seed)
     lengths = [draw.choice([0, 0, draw.randint(1, 300), 5]) for _ in range(4096)]
     lengths[1000:3000] = [0] * 2000
-    p = sc.problem(device, sc.config_of(heads, 1), lengths, seed=seed)
+    p = sc.problem(device, sc.config_of(heads, 1, key_format=key_format), lengths, seed=seed)
     result = sc.run(p)
     assert result.flag == 0
     sc.assert_frame(p, result)
@@ -161,10 +179,10 @@ def test_many_small_requests(device: torch.device, case: tuple[int, int]) -> Non
     same_rows([rows[t] for t in pick], sc.rows_of(alone, sc.run(alone)), "picked rows")
 
 
-@cases("compact", "pitched")
-def test_bad_page_ids(device: torch.device, case: str) -> None:
+@cases(("compact", "fp8_fp32"), ("pitched", "fp8_fp32"), ("compact", "mxfp4"), ("pitched", "mxfp4"))
+def test_bad_page_ids(device: torch.device, case: tuple[str, str]) -> None:
     """Logits of a page outside the pool are the canonical NaN, a flag is raised, the rest is as before."""
-    p = sc.problem(device, sc.config_of(32, 2, case), [900, 870, 333, 500], seed=12)
+    p = sc.problem(device, sc.config_of(32, 2, *case), [900, 870, 333, 500], seed=12)
     want = sc.rows_of(p, sc.run(p))
     table = p.table.clone()
     table[0, 2], table[0, 13], table[1, 7] = -1, p.cache.shape[0], 2**31 - 1
@@ -180,10 +198,10 @@ def test_bad_page_ids(device: torch.device, case: str) -> None:
         assert torch.equal(row[~spoiled], want[t][~spoiled])
 
 
-@cases("compact", "pitched")
-def test_bad_lengths(device: torch.device, case: str) -> None:
+@cases(("compact", "fp8_fp32"), ("pitched", "fp8_fp32"), ("compact", "mxfp4"))
+def test_bad_lengths(device: torch.device, case: tuple[str, str]) -> None:
     """A length beyond the table or max_context makes its row empty, raises a flag and disturbs nobody."""
-    p = sc.problem(device, sc.config_of(32, 2, case), [900, 870, 333, 500, 40, 2], seed=13)
+    p = sc.problem(device, sc.config_of(32, 2, *case), [900, 870, 333, 500, 40, 2], seed=13)
     want = sc.rows_of(p, sc.run(p))
     beyond = replace(p, lengths=(900, p.limit + 1, 333, 500, 2**31 - 1, 2))
     result = sc.run(beyond)
@@ -196,9 +214,10 @@ def test_bad_lengths(device: torch.device, case: str) -> None:
     same_rows([None, None, *want[2:]], sc.rows_of(bounded, result), "max_context")
 
 
-def test_full_buffer(device: torch.device) -> None:
+@cases(*BOTH)
+def test_full_buffer(device: torch.device, case: str) -> None:
     """Requests that do not fit the compact buffer whole are not written, and a flag tells."""
-    p = sc.problem(device, sc.config_of(32, 2), [900, 870, 333, 500, 40, 2], seed=14)
+    p = sc.problem(device, sc.config_of(32, 2, key_format=case), [900, 870, 333, 500, 40, 2], seed=14)
     want = sc.rows_of(p, sc.run(p))
     capacity = 2 * 128 * (8 + 4)  # requests 0 and 1 fit exactly
     result = sc.run(p, capacity=capacity)

@@ -10,7 +10,6 @@ import torch
 from harness import cases
 from test_score import ragged, same_rows
 
-from keysieve.kernels import sm90_score_host as host
 from keysieve.reference.layouts import compact_layout
 from keysieve.testing.score_bound import ACCUMULATOR_BITS
 
@@ -18,11 +17,17 @@ REPEATS = int(os.environ.get("KEYSIEVE_REPEATS", "10000"))
 """Bitwise repeats of each configuration."""
 
 
-@cases((32, 1), (32, 2), (32, 4), (32, 8), (64, 1), (64, 2), (64, 4), (64, 8), (16, 3), (8, 8))
-def test_repeats(device: torch.device, case: tuple[int, int]) -> None:
+@cases(
+    *((*case, "fp8_fp32") for case in ((32, 1), (32, 2), (32, 4), (32, 8), (64, 1), (64, 2), (64, 4), (64, 8))),
+    *((*case, "fp8_fp32") for case in ((16, 3), (8, 8))),
+    *((*case, "mxfp4") for case in ((32, 1), (32, 2), (32, 8), (64, 1), (64, 8), (16, 3))),
+)
+def test_repeats(device: torch.device, case: tuple[int, int, str]) -> None:
     """Thousands of launches, back to back and overlapping in memory traffic, always the same bits."""
-    heads, next_n = case
-    p = sc.problem(device, sc.config_of(heads, next_n), ragged(40 * next_n, seed=21, longest=4000), seed=20)
+    heads, next_n, key_format = case
+    p = sc.problem(
+        device, sc.config_of(heads, next_n, key_format=key_format), ragged(40 * next_n, seed=21, longest=4000), seed=20
+    )
     want = sc.run(p)
     layout = compact_layout(p.usable, next_n, 0)
     lens = torch.tensor(p.lengths, dtype=torch.int32, device=device)
@@ -40,7 +45,7 @@ def test_repeats(device: torch.device, case: tuple[int, int]) -> None:
             tops.fill_(sc.SENTINEL)
             with torch.cuda.stream(hog):
                 noise.add_(1)
-        host.score_compact(
+        sc.host_of(p.config).score_compact(
             launch,
             p.config,
             p.query,
@@ -55,15 +60,17 @@ def test_repeats(device: torch.device, case: tuple[int, int]) -> None:
             starts=starts,
             flags=flags,
             blocks=132,
+            words=p.words,
         )
         bad += (logits != want.logits).any()
         bad += (tops != want.tops).any()
     assert int(bad) == 0, f"{int(bad)} of {REPEATS} launches differ"
 
 
-def test_replay_with_other_lengths(device: torch.device) -> None:
+@cases("fp8_fp32", "mxfp4")
+def test_replay_with_other_lengths(device: torch.device, case: str) -> None:
     """Captured with empty rows, replayed with long ones, other tables and back: lengths and ids come from memory."""
-    config = sc.config_of(32, 2)
+    config = sc.config_of(32, 2, key_format=case)
     p = sc.problem(device, config, ragged(24, seed=22, longest=20000), seed=21)
     want = sc.rows_of(p, sc.run(p))
     layout = compact_layout(p.usable, 2, 0)
@@ -78,7 +85,7 @@ def test_replay_with_other_lengths(device: torch.device) -> None:
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        host.score_compact(
+        sc.host_of(config).score_compact(
             launch,
             config,
             p.query,
@@ -93,6 +100,7 @@ def test_replay_with_other_lengths(device: torch.device) -> None:
             starts=starts,
             flags=flags,
             blocks=132,
+            words=p.words,
         )
     graph.replay()
     assert int(starts[-1]) == 0

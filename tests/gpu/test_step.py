@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from harness import cases, poison
@@ -20,6 +21,9 @@ STEPS = [
     (16, 705, 8, "fp8_ue8m0", torch.float32, 3, 5000),
     (32, 4096, 1, "fp8_fp32", torch.bfloat16, 3, 140000),
     (32, 1, 1, "fp8_fp32", torch.float32, 40, 700),
+    (32, 2048, 1, "mxfp4", torch.float32, 9, 9000),
+    (64, 512, 4, "mxfp4", torch.bfloat16, 7, 6000),
+    (8, 64, 3, "mxfp4", torch.float32, 12, 3000),
 ]
 
 
@@ -56,8 +60,7 @@ class Inputs:
         spare = torch.full((self.requests, 5), 0x7F0F0F0F, dtype=torch.int32)
         self.table = torch.cat([order.view(self.requests, columns), spare], 1).to(device)[:, :-1]
         query, scale = ks.quantize_query(self.spec, torch.randn(self.rows, heads, 128, generator=draw))
-        assert isinstance(query, torch.Tensor)
-        self.query = query.to(device)
+        self.query = query.to(device) if isinstance(query, torch.Tensor) else tuple(t.to(device) for t in query)
         weights = ks.fold_weights(torch.randn(self.rows, heads, generator=draw), scale, 128**-0.5)
         self.weights = weights.to(device, dtype)
         lengths = torch.randint(0, self.longest + 1, (self.rows,), generator=draw)
@@ -68,7 +71,7 @@ class Inputs:
         blocks = -(-self.longest // 128)
         self.kv_table = torch.randperm(self.requests * blocks, generator=draw).to(torch.int32).view(-1, blocks)
 
-    def arguments(self) -> tuple[torch.Tensor, ks.IndexCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def arguments(self) -> tuple[Any, ks.IndexCache, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.query, self.cache, self.weights, self.lens, self.table
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,9 +102,12 @@ def test_step_selects_from_its_own_logits(
     assert torch.equal(again.rows, out.positions)
 
 
-def test_one_graph_serves_every_length(device: torch.device) -> None:
+@cases(STEPS[0], STEPS[7])
+def test_one_graph_serves_every_length(
+    device: torch.device, case: tuple[int, int, int, str, torch.dtype, int, int]
+) -> None:
     """Captured with zero lengths, replayed with long ones, short ones, and zero again."""
-    x = Inputs(device, STEPS[0], seed=3)
+    x = Inputs(device, case, seed=3)
     indexer = ks.DecodeIndexer(x.spec, max_rows=x.rows, max_context=x.longest, device=device)
     rows = poison((x.rows, x.spec.topk), torch.int32, device)
     counts = poison((x.rows,), torch.int32, device)
@@ -181,7 +187,9 @@ def test_faults_are_contained_and_reported(device: torch.device) -> None:
 def test_supports_and_refusals(device: torch.device) -> None:
     """What this backend cannot do is said, with the same text, before anything is launched."""
     assert ks.supports(ks.IndexerSpec(32, 2048), 4, "auto", device) is None
-    for spec in (ks.IndexerSpec(32, 2048, "mxfp4"), ks.IndexerSpec(32, 2048, numerics="bf16")):
+    assert ks.supports(ks.IndexerSpec(64, 2048, "mxfp4"), 8, "auto", device) is None
+    for key_format in ("fp8_fp32", "mxfp4"):
+        spec = ks.IndexerSpec(32, 2048, key_format, numerics="bf16")
         reason = ks.supports(spec, 1, "auto", device)
         assert reason
         assert raised(ks.UnsupportedError, lambda s=spec: ks.DecodeIndexer(s, 1, 128, device=device)) == reason

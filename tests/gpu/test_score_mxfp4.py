@@ -1,0 +1,171 @@
+"""MXFP4 on Hopper: the oracle's bits where sums are exact, every scale, and vectors whose scales lie far apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import score_cases as sc
+import torch
+from harness import cases
+from test_score import ragged, same_rows
+
+import keysieve as ks
+from keysieve.testing.inject import inject_keys, probe_query
+from keysieve.testing.score_bound import UNIT
+
+SHAPES = [(8, 1), (8, 8), (16, 2), (32, 1), (32, 2), (32, 5), (64, 1), (64, 2), (64, 8)]
+
+
+def oracle(p: sc.Problem) -> list[torch.Tensor | None]:
+    """Each row's logits by the cpu backend, int16 [length]."""
+    spec = ks.IndexerSpec(p.config.heads, 64, "mxfp4")
+    assert p.words is not None
+    cache = ks.IndexCache(spec, p.cache.cpu().contiguous())
+    lens = torch.tensor(p.usable, dtype=torch.int32)
+    logits = ks.score(spec, (p.query.cpu(), p.words.cpu()), cache, p.weights.cpu(), lens, p.table.cpu())
+    return [row[:n].view(torch.int16) if n else None for row, n in zip(logits, p.usable, strict=True)]
+
+
+def on_host(rows: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if row is None else row.cpu() for row in rows]
+
+
+def small_problem(device: torch.device, heads: int, next_n: int, layout: str = "compact") -> sc.Problem:
+    """Codes 0, 1, 2 and their negatives, scales 1 and 2, small integer weights: every sum is an integer that the matrix
+    unit and float32 hold exactly."""
+    config = sc.config_of(heads, next_n, layout, "mxfp4")
+    p = sc.problem(device, config, ragged(12 * next_n, seed=heads + next_n, longest=1000), seed=31)
+    generator = torch.Generator(device=device).manual_seed(heads)
+
+    def draw(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, device=device, generator=generator)
+
+    codes = torch.tensor([0, 2, 4, 0, 10, 12, 2, 4], device=device)
+
+    def pairs(shape: tuple[int, ...]) -> torch.Tensor:
+        return (codes[draw(0, 8, shape)] | codes[draw(0, 8, shape)] << 4).to(torch.uint8)
+
+    raw = sc.page_bytes(p.cache)
+    raw[:, :4096] = pairs((raw.shape[0], 4096))
+    raw[:, 4096:] = draw(127, 129, (raw.shape[0], 256)).to(torch.uint8)
+    words = draw(127, 129, (*p.query.shape[:2], 4)).to(torch.uint8).view(torch.int32).squeeze(-1)
+    weights = draw(-3, 4, tuple(p.weights.shape)).float()
+    return replace(p, query=pairs(tuple(p.query.shape)), words=words, weights=weights)
+
+
+@cases(*SHAPES)
+def test_bits_of_the_oracle(device: torch.device, case: tuple[int, int]) -> None:
+    """Where float32 sums are exact every logit is the cpu backend's, bit for bit, in both layouts."""
+    for layout in ("compact", "pitched"):
+        p = small_problem(device, *case, layout)
+        same_rows(oracle(p), on_host(sc.rows_of(p, sc.run(p))), f"oracle and device, {layout}")
+
+
+def one_element(device: torch.device, elements: list[tuple[int, int, int]]) -> sc.Problem:
+    """8 heads, one row; key i is zero but for element (place, code, scale code), the query of head 0 is all ones."""
+    p = sc.problem(device, sc.config_of(8, 1, "compact", "mxfp4"), [len(elements)], seed=32)
+    raw = sc.page_bytes(p.cache)[p.table[0, : -(-len(elements) // 64)].long()]
+    raw[:, :4096], raw[:, 4096:] = 0, 127
+    for key, (place, code, scale) in enumerate(elements):
+        page, token = divmod(key, 64)
+        raw[page, 64 * token + place // 2] = code << 4 * (place % 2)
+        raw[page, 4096 + 4 * token + place // 32] = scale
+    sc.page_bytes(p.cache)[p.table[0, : raw.shape[0]].long()] = raw
+    query = torch.zeros_like(p.query)
+    query[0, 0] = 0x22
+    words = torch.full(p.query.shape[:2], 0x7F7F7F7F, dtype=torch.int32, device=device)
+    weights = torch.zeros_like(p.weights)
+    weights[0, 0] = 1.0
+    return replace(p, query=query, words=words, weights=weights)
+
+
+def test_every_code_with_every_scale(device: torch.device) -> None:
+    """16 codes times 255 scales, at places all over the vector: the cpu backend's bits, subnormal logits included."""
+    elements = [((7 * scale + 37 * code) % 128, code, scale) for scale in range(255) for code in range(16)]
+    for first in range(0, len(elements), 1024):
+        p = one_element(device, elements[first : first + 1024])
+        same_rows(oracle(p), on_host(sc.rows_of(p, sc.run(p))), f"elements from {first}")
+
+
+@cases(8, 32, 64)
+def test_every_score_through_injected_keys(device: torch.device, case: int) -> None:
+    """Keys written so that the exact logit is each of BF16's 65,536 patterns: every one of them comes out."""
+    scores = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    keys, probe = inject_keys("mxfp4", scores), probe_query(ks.IndexerSpec(case, 64, "mxfp4"), 1)
+    p = sc.problem(device, sc.config_of(case, 1, "compact", "mxfp4"), [len(scores)], seed=37)
+    raw = torch.cat((keys.codes.view(-1, 4096), keys.scales.view(-1, 256)), dim=1).to(device)
+    sc.page_bytes(p.cache)[p.table[0, : len(raw)].long()] = raw
+    codes, words = probe.query
+    p = replace(p, query=codes.to(device), words=words.to(device), weights=probe.weights.to(device))
+    want = keys.logits.view(torch.int16)
+    same_rows([want], on_host(sc.rows_of(p, sc.run(p))), "injected scores")
+
+
+def _bits(p: sc.Problem) -> list[int]:
+    (row,) = sc.rows_of(p, sc.run(p))
+    assert row is not None
+    return [int(v) & 0xFFFF for v in row.tolist()]
+
+
+def test_special_values(device: torch.device) -> None:
+    """A NaN scale makes the logit NaN even over zero codes, in key and query; -0 is stored as +0."""
+    p = one_element(device, [(0, 2, 127), (40, 0, 255), (40, 2, 255), (5, 10, 127), (100, 8, 1), (127, 7, 120)])
+    assert _bits(p) == [0x3F80, 0xFFC0, 0xFFC0, 0x0000, 0x0000, 0x3D40]
+    minus = replace(p, weights=-p.weights)
+    assert _bits(minus) == [0xBF80, 0xFFC0, 0xFFC0, 0x0000, 0x0000, 0xBD40]
+    assert p.words is not None
+    for head in (0, 5):  # head 5 has zero codes and weight
+        words = p.words.clone()
+        words[0, head] = 0x7F7FFF7F
+        assert set(_bits(replace(p, words=words))) == {0xFFC0}
+
+
+@cases(*SHAPES)
+def test_far_scales(device: torch.device, case: tuple[int, int]) -> None:
+    """All vectors' scales lie anywhere: each block is exact then, so only float32 and BF16 roundings are left."""
+    p = sc.problem(device, sc.config_of(*case, "pitched", "mxfp4"), ragged(6 * case[1], seed=33, longest=700), seed=33)
+    generator = torch.Generator(device=device).manual_seed(34)
+    raw = sc.page_bytes(p.cache)
+    shape = (raw.shape[0], 64, 4)
+    scales = torch.randint(60, 190, shape, device=device, generator=generator).to(torch.uint8)
+    scales[..., 1] = scales[..., 0].clamp_max(170) + 15  # never within reach
+    raw[:, 4096:] = scales.view(raw.shape[0], 256)
+    raw[:, :4096].view(raw.shape[0], 256, 16)[..., 0] = 0x21  # no block is zero
+    for t, row in enumerate(sc.rows_of(p, sc.run(p))):
+        if row is None:
+            continue
+        exact, magnitude = sc.exact_row(p, t)
+        before = magnitude * (p.config.heads // 8 + 3 + 4) * UNIT  # multiply-adds, exchanges, sums of blocks
+        error = (row.view(torch.bfloat16).double() - exact).abs()
+        bound = before + (exact.abs() + before) * 2.0**-8 + 2.0**-134
+        assert bool((error <= bound).all()), f"row {t}: {float((error / bound).max())} of the bound"
+
+
+@cases(*SHAPES)
+def test_far_neighbours(device: torch.device, case: tuple[int, int]) -> None:
+    """Keys and rows whose scales lie far apart change nothing for the others of their tile and request."""
+    heads, next_n = case
+    p = sc.problem(device, sc.config_of(heads, next_n, "compact", "mxfp4"), ragged(8 * next_n, seed=35), seed=35)
+    want = sc.rows_of(p, sc.run(p))
+    generator = torch.Generator(device=device).manual_seed(36)
+    raw = sc.page_bytes(p.cache).clone()
+    hit = torch.rand(raw.shape[0], 64, device=device, generator=generator) < 0.03
+    far = torch.tensor([60, 190, 127, 100], dtype=torch.uint8, device=device)
+    scales = raw[:, 4096:].reshape(-1, 64, 4)
+    scales[hit] = far
+    raw[:, 4096:] = scales.view(-1, 256)
+    moved = replace(p, cache=raw.view(-1, 64, 68))
+    for t, row in enumerate(sc.rows_of(moved, sc.run(moved))):
+        before = want[t]
+        if row is None or before is None:
+            continue
+        other = hit[p.table[t // next_n, : -(-len(row) // 64)].long()].view(-1)[: len(row)]
+        assert torch.equal(row[~other], before[~other]), f"row {t}: a neighbour changed"
+    assert p.words is not None
+    words = p.words.clone()
+    rows = torch.arange(len(p.lengths), device=device) % 3 == 1
+    words[rows, heads // 2] = far.view(torch.int32)
+    for t, row in enumerate(sc.rows_of(p, sc.run(replace(p, words=words)))):
+        before = want[t]
+        if row is not None and before is not None and not bool(rows[t]):
+            assert torch.equal(row, before), f"row {t}: another row of its request changed it"
