@@ -250,11 +250,12 @@ class DecodeIndexer:
                 relaunch = self._runner.run(step, place, result)
             if (
                 relaunch is not None
-                and isinstance(query, torch.Tensor)
+                and isinstance(query, torch.Tensor | tuple)
                 and repeatable(cache, seq_lens, kv_page, block_rows)
             ):
                 given = positions if isinstance(positions, torch.Tensor) else None
-                tensors = (query, cache.data, weights, seq_lens, index_table, kv_table, out, counts, given)
+                codes, words = query_of(query)
+                tensors = (codes, cache.data, weights, seq_lens, index_table, kv_table, out, counts, given, words)
                 self._remember(KnownCall(tensors, cache, kv_page, block_rows, positions, result, relaunch))
         return result
 

@@ -24,7 +24,7 @@ MOST_FORMS = 8
 
 ADDRESSES: Final = (
     *("query", "cache", "weights", "seq_lens", "index_table"),
-    *("kv_table", "out", "counts", "positions"),
+    *("kv_table", "out", "counts", "positions", "words"),
 )
 """The addresses of a step's launches, in the order in which :meth:`Relaunch.launch` gets them."""
 
@@ -74,13 +74,14 @@ class Relaunch(Protocol):
         out: int,
         counts: int,
         positions: int,
+        words: int,
         site: int,
     ) -> None:
         """Make the launches on the device's current stream.
 
         Args:
             seq_lens: the lengths as given, for kernels that do not take them as they are.
-            query, .. positions: the addresses that :data:`ADDRESSES` names, 0 for what is absent.
+            query, .. words: the addresses that :data:`ADDRESSES` names, 0 for what is absent.
             site: the call's, for kernels that compare it between ranks.
         """
 
@@ -90,7 +91,8 @@ class KnownCall:
 
     Args:
         arguments: the call's tensors as given: query, cache data, weights, seq_lens, index_table, kv_table, out,
-            counts, positions; None for what was not given (positions: also where only a bool was).
+            counts, positions, the query's scale words; None for what was not given (positions: also where only a bool
+            was).
         cache: the call's cache.
         kv_page, block_rows: as given.
         positions: as given.
@@ -106,6 +108,7 @@ class KnownCall:
             "_lock",
             "_misaligned",
             "_numbers",
+            "_paired",
             "_positions",
             "_positions_bytes",
             "_raw_stream",
@@ -131,6 +134,7 @@ class KnownCall:
         self._same = same_form(tuple(t for t in arguments if t is not None))
         self._key_format = cache.spec.key_format
         self._kv_page, self._block_rows = kv_page, block_rows
+        self._paired = self._given[9]
         self._positions = type(positions) if isinstance(positions, torch.Tensor) else bool(positions)
         # empty_like of an expanded element takes little more than half the time that empty does.
         shape, element = result.rows.shape, relaunch.element
@@ -150,12 +154,12 @@ class KnownCall:
         self.repeat: Callable[..., Selection | None] = usual
 
     def usual(self, direct: Callable[..., None]) -> Callable[..., Selection | None]:
-        """What :meth:`any_form` does, for its most frequent form: a table, rows and counts given, no positions.
+        """What :meth:`any_form` does, for its most frequent form: a table, rows and counts given, no positions; FP8.
 
         The form's values are the function's own variables and no branch is left for other forms: a tenth of what
         Python costs in a step. direct: makes the launches. Other forms get :meth:`any_form`.
         """
-        if self._absent is not None or self._positions is not False:
+        if self._absent is not None or self._positions is not False or self._paired:
             return self.any_form
         same, key_format, page, rows_a_block = self._same, self._key_format, self._kv_page, self._block_rows
         misaligned, rows_bytes, counts_bytes = self._misaligned, self._rows_bytes, self._counts_bytes
@@ -199,11 +203,11 @@ class KnownCall:
                 if current_device() == index:
                     stream = raw_stream(index)
                     if stream == turns.stream:
-                        direct(codes, pool, heads, lens, pages, table, first, number, 0, stream)
+                        direct(codes, pool, heads, lens, pages, table, first, number, 0, 0, stream)
                         return _selection(Selection, (out, counts, None))
             finally:
                 release()
-            launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, 0, site)
+            launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, 0, 0, site)
             return _selection(Selection, (out, counts, None))
 
         return repeat
@@ -237,14 +241,15 @@ class KnownCall:
         wanted = self._positions
         if positions is not wanted and type(positions) is not wanted:
             return None
+        words = None
+        if self._paired:
+            if type(query) is not tuple or len(query) != 2:
+                return None
+            query, words = query
         data = cache._data
-        if self._absent is None and wanted is False:
-            if not self._same(query, data, weights, seq_lens, index_table, kv_table, out, counts):
-                return None
-        else:
-            tensors = (query, data, weights, seq_lens, index_table, kv_table, out, counts, positions)
-            if not self._same(*compress(tensors, self._given)):
-                return None
+        tensors = (query, data, weights, seq_lens, index_table, kv_table, out, counts, positions, words)
+        if not self._same(*compress(tensors, self._given)):
+            return None
         if out is None:
             out = torch.empty_like(self._rows)
         if counts is None:
@@ -268,14 +273,15 @@ class KnownCall:
             if number < end and other < number + self._counts_bytes:
                 return None
         table = 0 if kv_table is None else kv_table.data_ptr()
+        scale = 0 if words is None else words.data_ptr()
         heads, lens, pages, index = weights.data_ptr(), seq_lens.data_ptr(), index_table.data_ptr(), self._index
         with self._lock:
             if self._current_device() == index:
                 stream = self._raw_stream(index)
                 if stream == self._turns.stream and self._direct is not None:
-                    self._direct(codes, pool, heads, lens, pages, table, first, number, other, stream)
+                    self._direct(codes, pool, heads, lens, pages, table, first, number, other, scale, stream)
                     return _selection(Selection, (out, counts, positions))
-        self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other, site)
+        self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other, scale, site)
         return _selection(Selection, (out, counts, positions))
 
 

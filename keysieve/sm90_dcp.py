@@ -67,7 +67,7 @@ class Sm90DcpRunner(StreamWorkspace):
             return Recorder(backend.launcher(device, kernel, config), self._calls)
 
         topn = self._sharding.topn
-        self._offer = LocalTopk(make, n=topn, planes=plan.planes, push=True)
+        self._offer = LocalTopk(make, n=topn, planes=plan.planes, push=True, keys=self._local, sms=self._blocks)
         self._merge = Merger(
             make,
             k=problem.spec.topk,
@@ -98,7 +98,7 @@ class Sm90DcpRunner(StreamWorkspace):
         with self.lock:
             parts = self._written_down(step, place, out, self._lens[: step.rows] if copied else lens, site)
         relaunch = DcpRelaunch(self, parts, self._take_lengths if copied else None)
-        tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
+        tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out, step.words)
         given = (*(0 if t is None else t.data_ptr() for t in tensors), site)
         if self.split is not None:
             relaunch.make(lens, given, step=step, merges=False)
@@ -201,7 +201,7 @@ class Sm90DcpRunner(StreamWorkspace):
             logits=logits,
             flags=self._flags.word,
             blocks=self._blocks,
-            words=step.words,
+            words=None if step.words is None else named(step.words, "words"),
             sharding=word,
         )
 
@@ -283,10 +283,11 @@ class DcpRelaunch:
         out: int,
         counts: int,
         positions: int,
+        words: int = 0,
         site: int = 0,
     ) -> None:
         """Make the launches on the device's current stream; collective over the ranks."""
-        given = (query, cache, weights, lens, index_table, kv_table, out, counts, positions, site)
+        given = (query, cache, weights, lens, index_table, kv_table, out, counts, positions, words, site)
         self.make(seq_lens, given)
 
     def make(

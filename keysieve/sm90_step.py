@@ -163,7 +163,7 @@ class Sm90Runner(StreamWorkspace):
         with self.lock:
             calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
             relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._take_lengths if copied else None)
-        tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out)
+        tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out, step.words)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
 
@@ -186,7 +186,7 @@ class Sm90Runner(StreamWorkspace):
             starts=self._starts,
             flags=self._flags.word,
             blocks=self._blocks,
-            words=step.words,
+            words=None if step.words is None else named(step.words, "words"),
         )
         limit = min(self.plan.problem.max_context, step.table_keys)
         self._select.select(
@@ -251,9 +251,10 @@ class Sm90Relaunch:
         out: int,
         counts: int,
         positions: int,
+        words: int = 0,
         site: int = 0,
     ) -> None:
-        addresses = (query, cache, weights, lens, index_table, kv_table, out, counts, positions)
+        addresses = (query, cache, weights, lens, index_table, kv_table, out, counts, positions, words)
         if self.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.launch(seq_lens, *addresses, site)

@@ -346,6 +346,41 @@ def test_two_dimensional_lengths_with_gaps_are_never_read_in_place(device: Devic
         assert all(given["seq_lens"].data_ptr() not in args for _, args in device.launched)
 
 
+OF_PAIRS: dict[str, Callable[[Any, Any], Any]] = {
+    "another pair": lambda codes, words: (codes.clone(), words.clone()),
+    "a list": lambda codes, words: [codes, words],
+    "codes alone": lambda codes, _: codes,
+    "codes in a tuple": lambda codes, _: (codes,),
+    "three": lambda codes, words: (codes, words, words),
+    "no words": lambda codes, _: (codes, None),
+    "swapped": lambda codes, words: (words, codes),
+    "wide words": lambda codes, words: (codes, words.long()),
+    "words of one row less": lambda codes, words: (codes, words[:-1]),
+    "words with gaps": lambda codes, words: (codes, stretched(words)),
+    "codes moved by 4": lambda codes, words: (moved(codes, 4), words),
+    "words moved by 4": lambda codes, words: (codes, moved(words, 4)),
+    "codes of another width": lambda _, words: (torch.zeros(4, SPEC.heads, 128, dtype=torch.uint8), words),
+}
+
+
+@pytest.mark.parametrize("change", OF_PAIRS)
+def test_a_query_of_two_tensors_is_known_as_well(device: Device, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4: codes and scale words. A repeated form is not checked; any change meets what it meets first."""
+    spec = IndexerSpec(SPEC.heads, SPEC.topk, "mxfp4")
+    indexer = ks.DecodeIndexer(spec, 8, 384, next_n=(1, 2), device="cpu")
+    codes = torch.zeros(4, SPEC.heads, 64, dtype=torch.uint8)
+    words = torch.full((4, SPEC.heads), 0x7F7F7F7F, dtype=torch.int32)
+    good = arguments() | {"query": (codes, words), "cache": ks.IndexCache.empty(spec, 9)}
+    assert Outcome(device, indexer, good).error is None
+    changed = good | {"query": OF_PAIRS[change](codes, words)}
+    outcome = same_as_first(device, indexer, changed)
+    assert (outcome.error is None) == (change in ("another pair", "a list", "words moved by 4"))
+    if outcome.error is None:
+        assert changed["query"][1].data_ptr() in outcome.launched[0][1]
+    monkeypatch.setattr(indexer_module, "check_step", None)  # calling it would be an error
+    assert Outcome(device, indexer, good).error is None
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_strided_counts_are_refused(device: Device, many: bool) -> None:
     """The kernels write counts side by side."""
