@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keysieve.checks import refuse
+from keysieve.checks import refuse, require_choice
 
 Line = dict[str, Any]
 
@@ -173,7 +173,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def chosen(measured: Measurements, op: str | None) -> list[tuple[str, str]]:
-    """(device, op) pairs of the op asked for, of all where none is."""
+    """(device, op) pairs of the op asked for, of all where none is; an op that the files do not hold is refused."""
+    if op is not None and measured.lines:
+        known = tuple(dict.fromkeys(line["op"] for line in measured.lines))
+        require_choice("--op", op, known, "Name an op that the files hold.")
     return [pair for pair in measured.ops() if op in (None, pair[1])]
 
 

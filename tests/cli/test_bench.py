@@ -86,6 +86,9 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["bench", "plot", str(broken)]) == 2
     assert "without ['device', 'case', 'us', 'exact']" in capsys.readouterr().err
     assert cli.main(["bench", "table", str(tmp_path / "absent")]) == 2
+    capsys.readouterr()
+    assert cli.main(["bench", "plot", str(written(tmp_path / "a.jsonl", {})), "--op", "sleep"]) == 2
+    assert "--op: got 'sleep'; accepted: 'step'" in capsys.readouterr().err
 
 
 def test_plot_draws_one_picture_per_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
