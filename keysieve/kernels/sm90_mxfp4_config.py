@@ -9,17 +9,9 @@ from dataclasses import dataclass, replace
 
 from keysieve.kernels import sm90_score_config as fp8
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
-from keysieve.kernels.sm90_score_config import (
-    FEW_REQUESTS,
-    LAYOUTS,
-    ORDERS,
-    PAGES_PER_TILE,
-    WEIGHTS,
-    ScoreConfig,
-    ScoreShape,
-    SmemMap,
-)
-from keysieve.spec import FORMATS, HEAD_DIM, HEADS, MAX_NEXT_N, MAX_REQUESTS
+from keysieve.kernels.score_cut import ORDERS, PAGES_PER_TILE, rows_and_options, tables_at
+from keysieve.kernels.sm90_score_config import ScoreConfig, ScoreShape, SmemMap
+from keysieve.spec import FORMATS, HEAD_DIM, HEADS
 
 FORMAT = "mxfp4"
 KEY_BYTES = FORMATS[FORMAT].key_bytes
@@ -62,25 +54,20 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
     factors = weights + shape.query_stages * weight_bytes
     codes = factors + shape.query_stages * weight_bytes
     table = codes + shape.query_stages * weight_bytes
-    lengths = table + TABLE + 8
-    prefix = lengths + shape.query_stages * 4 * MAX_NEXT_N
-    rest = prefix + -(-4 * (MAX_REQUESTS + 1) // 16) * 16
-    orders = rest + -(-4 * (FEW_REQUESTS + 1) // 16) * 16
-    descriptors = orders + 4 * ORDERS
-    scratch = descriptors + 16 * shape.stages
-    marks = scratch + 4 * 32
+    tables = tables_at(table + TABLE + 8, shape.stages, shape.query_stages)
+    marks = tables.end
     barriers = marks + -(-4 * shape.query_stages // 16) * 16
     total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
     return WideMap(
         keys=keys,
         query=query,
         weights=weights,
-        lengths=lengths,
-        prefix=prefix,
-        rest=rest,
-        orders=orders,
-        descriptors=descriptors,
-        scratch=scratch,
+        lengths=tables.lengths,
+        prefix=tables.prefix,
+        rest=tables.rest,
+        orders=tables.orders,
+        descriptors=tables.descriptors,
+        scratch=tables.scratch,
         barriers=barriers,
         total=total,
         query_bytes=query_bytes,
@@ -107,13 +94,7 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
     """Every configuration the host may ask for on `arch`."""
     if arch != "sm_90a":
         return ()
-    return tuple(
-        ScoreConfig(FORMAT, heads, next_n, layout, weights)
-        for heads in HEADS
-        for next_n in range(1, MAX_NEXT_N + 1)
-        for layout in LAYOUTS
-        for weights in WEIGHTS
-    )
+    return tuple(ScoreConfig(FORMAT, *options) for options in rows_and_options(HEADS))
 
 
 def common(arch: str) -> Iterable[ScoreConfig]:
