@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import numerics, ptx
 from keysieve.kernels.score_cut import NO_REQUEST
+from keysieve.kernels.score_tiles import advance
 from keysieve.kernels.sm90_score_math import next_tile
 from keysieve.kernels.sm100_score_config import SCALE_BYTES, key_scale_words, query_scale_words
 from keysieve.kernels.sm100_score_words import scale_offset
@@ -112,8 +113,5 @@ def arrange_key_scales(kernel: cutlass.Constexpr[Any], shared: Any) -> None:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.scales_ready + stage)
-        stage = stage + Int32(1)
-        if stage == Int32(shape.stages):
-            stage = Int32(0)
-            phase = phase ^ Int32(1)
+        stage, phase = advance(stage, phase, shape.stages)
         owner, _tile, _sequence = next_tile(shared, stage, phase)

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from keysieve.device import keys, numerics, ptx, sync, tcgen05
 from keysieve.kernels import sm100_score_words as words
 from keysieve.kernels.score_cut import NO_REQUEST
+from keysieve.kernels.score_tiles import advance
 from keysieve.kernels.sm90_score_math import key_scale, next_tile, release, row_places
 from keysieve.kernels.sm90_score_store import logit_word
 from keysieve.kernels.sm100_score_config import (
@@ -84,14 +85,8 @@ def multiply(kernel: cutlass.Constexpr[Any], shared: Any) -> None:
                 if cutlass.const_expr(chunk + 1 == len(kernel.chunks)):
                     tcgen05.commit(ptx.smem_addr(shared.key_empty + stage))
                 tcgen05.commit(ptx.smem_addr(shared.sum_full + slot))
-            slot = slot + Int32(1)
-            if slot == Int32(shape.accumulators):
-                slot = Int32(0)
-                slot_phase = slot_phase ^ Int32(1)
-        stage = stage + Int32(1)
-        if stage == Int32(shape.stages):
-            stage = Int32(0)
-            phase = phase ^ Int32(1)
+            slot, slot_phase = advance(slot, slot_phase, shape.accumulators)
+        stage, phase = advance(stage, phase, shape.stages)
         owner, _tile, sequence = next_tile(shared, stage, phase)
     for used in cutlass.range(shape.stages, unroll=1):  # stages below the present one are a lap ahead of the others
         sync.wait_barrier(shared.key_empty + used, phase ^ Int32(used >= stage))
@@ -196,14 +191,8 @@ def finish(kernel: cutlass.Constexpr[Any], shared: Any, targets: Any, thread: In
                         lane,
                     )
             turn = turn - Int32(1)
-            slot = slot + Int32(1)
-            if slot == Int32(shape.accumulators):
-                slot = Int32(0)
-                slot_phase = slot_phase ^ Int32(1)
-        stage = stage + Int32(1)
-        if stage == Int32(shape.stages):
-            stage = Int32(0)
-            phase = phase ^ Int32(1)
+            slot, slot_phase = advance(slot, slot_phase, shape.accumulators)
+        stage, phase = advance(stage, phase, shape.stages)
 
 
 @cute.jit

@@ -23,7 +23,7 @@ from keysieve.kernels import score_cut, sm100_score_config, sm100_score_words
 from keysieve.spec import GROUP, HEAD_DIM, PAGE, TILE, key16
 
 KERNELS = Path(keysieve.__file__).parent / "kernels"
-SHARED_FUNCTIONS = ("release", "row_places", "key_scale", "logit_word", "next_tile")
+SHARED_FUNCTIONS = ("advance", "release", "row_places", "key_scale", "logit_word", "next_tile")
 
 
 def rounded(value: Fraction, bits: int, least: int) -> Fraction:
