@@ -13,10 +13,10 @@ from keysieve.kernels import schedule
 class Work:
     """What a step asks of a scorer, as one argument of its kernel: device byte addresses (0 where unused) and numbers.
 
-    page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of pitched
-    logits. tops: for pitched logits, which have none, the sharding word in their place. pages: of the pool. limit:
-    longest usable length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact
-    buffer holds for every row of a request.
+    table_stride: entries between table rows. pitch: elements between rows of pitched logits. tops: for pitched logits,
+    which have none, the sharding word in their place. pages: of the pool. limit: longest usable length. skip: requests
+    whose longest row is at most this are not scored. capacity: tiles the compact buffer holds for every row of a
+    request.
     """
 
     def __init__(
@@ -28,7 +28,6 @@ class Work:
         tops: Int64,
         starts: Int64,
         flags: Int64,
-        page_stride: Int64,
         table_stride: Int64,
         pitch: Int64,
         pages: Int32,
@@ -44,7 +43,6 @@ class Work:
         self.tops = tops
         self.starts = starts
         self.flags = flags
-        self.page_stride = page_stride
         self.table_stride = table_stride
         self.pitch = pitch
         self.pages = pages

@@ -149,7 +149,8 @@ class ScoreKernel(Frame):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. words: address of the queries' scale words (MXFP4, else 0). keys, query: addresses of the pool and of
-        the queries' codes. blocks: the grid. For the others see `Work`, for what they point to `sm90_score_host`."""
+        the queries' codes. page_stride: bytes between pages. blocks: the grid. For the others see `Work`, for what
+        they point to `sm90_score_host`."""
         config, boxes = self.config, self.boxes
         width = config.row_bytes
         pool = cute.make_tensor(
@@ -173,6 +174,7 @@ class ScoreKernel(Frame):
             query_rows,
             words,
             keys,
+            page_stride,
             Work(
                 weights,
                 lens,
@@ -181,7 +183,6 @@ class ScoreKernel(Frame):
                 tops,
                 starts,
                 flags,
-                page_stride,
                 table_stride,
                 pitch,
                 pages,
@@ -207,6 +208,7 @@ class ScoreKernel(Frame):
         query_rows: cute.Tensor,
         words: Int64,
         keys: Int64,
+        page_stride: Int64,
         work: Work,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
@@ -215,7 +217,7 @@ class ScoreKernel(Frame):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
         scale_source = keys + Int64(self.config.format.scale_offset)
-        shared = Shared(base, self.places, self.shape, scale_source, work.page_stride, words)
+        shared = Shared(base, self.places, self.shape, scale_source, page_stride, words)
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
