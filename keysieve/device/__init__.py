@@ -10,5 +10,6 @@
 | `paged` | 64-bit addresses of pages, keys, scales, table entries |
 | `ring` | ring of shared-memory stages guarded by mbarriers, arrival counts derived from the roles |
 | `sync` | bounded spins with a report, device flags |
+| `warp_mma` | a warp's own small matrix product |
 | `report` | layout of what `sync` writes, readable without cutlass |
 """
