@@ -48,7 +48,7 @@ class Chain:
         def make(kernel: Any, wanted: Any) -> Any:
             return self.backend.launcher(device, kernel, wanted)
 
-        self.top = LocalTopk(make, n=topn, planes=self.planes, push=True)
+        self.top = LocalTopk(make, n=topn, planes=self.planes, push=True, keys=local, sms=self.sms)
         self.merger = Merger(
             make,
             k=TOPK,

@@ -58,7 +58,13 @@ class Subject:
         self.lens = torch.full((shape.rows,), shape.keys * shape.world, dtype=torch.int32, device=device)
         self.logits = torch.empty(shape.rows, pitch_of(shape.keys), dtype=torch.bfloat16, device=device)
         self.local = LocalTopk(
-            lambda k, c: Launcher(k, c, device), n=shape.n, planes=self.planes, push=True, config=config
+            lambda k, c: Launcher(k, c, device),
+            n=shape.n,
+            planes=self.planes,
+            push=True,
+            keys=shape.keys,
+            sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            config=config,
         )
         size = candidate_words(shape.n, self.planes)
         self.pairs = -(-size // 2) + 1
@@ -162,13 +168,14 @@ def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) ->
 def trace(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) -> None:
     """Print the clocks between the kernel's marks, for the first row, of the third launch."""
     subject = Subject(shape, pool, 1, config)
+    cluster = subject.local.config.cluster
     marks = torch.zeros(shape.rows, 16, dtype=torch.int32, device=pool.device)
     for _ in range(3):
         subject.score(0)
         subject.push(flags=marks)
         torch.cuda.synchronize(pool.device)
     clocks = (marks[0] - marks[0, 0]).tolist()
-    print(shape.name, clocks[:11], flush=True)
+    print(shape.name, cluster, clocks[:11], flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -176,7 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keysieve.bench.local_topk", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON-lines file to append to")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--shape", default="", metavar="THREADSxHELD", help="another configuration, for comparison")
+    parser.add_argument(
+        "--shape", default="", metavar="THREADSxHELDxCLUSTER", help="another configuration, for comparison"
+    )
     parser.add_argument("--trace", action="store_true", help="with --shape: print clocks at the kernel's steps")
     args = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -189,9 +198,9 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             config = None
             if args.shape:
-                threads, held = map(int, args.shape.split("x"))
+                threads, held, cluster = map(int, args.shape.split("x"))
                 room = room_for(index_planes(keys))
-                config = LocalTopkConfig(True, n_class_of(n), threads, held, room, args.trace)
+                config = LocalTopkConfig(True, n_class_of(n), threads, held, room, cluster, args.trace)
             if args.trace:
                 trace(shape, pool, config)
                 continue

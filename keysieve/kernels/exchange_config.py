@@ -34,6 +34,17 @@ class MergeConfig:
     trace: bool = False
 
     @property
+    def second_rounds(self) -> int:
+        """Pairs that a thread has room for when second lists are merged."""
+        return max(self.rounds, 4)
+
+    @property
+    def resident(self) -> int:
+        """Blocks that share a multiprocessor: two if so few words leave the registers for it. (Left alone the assembler
+        aims at two, and spills.)"""
+        return 2 if self.rounds == 3 else 1
+
+    @property
     def shared_bytes(self) -> int:
         return MergeMap.of(self).total
 
@@ -90,7 +101,7 @@ HELD: tuple[int, ...] = (4096, 12288)
 K_CLASSES: tuple[int, ...] = (2048, 4096)
 
 
-ROUNDS: tuple[int, ...] = (4, 6)
+ROUNDS: tuple[int, ...] = (3, 4, 6)
 """Pairs a thread of the latency form, at most; shared memory has room for as many words as a block's threads hold."""
 
 

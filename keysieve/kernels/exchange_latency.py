@@ -34,7 +34,7 @@ class Share:
 
     def __init__(self, lists: Any, sources: Any, pairs: Any, length: Any) -> None:
         self.lists = lists
-        self.rounds = lists.config.rounds
+        self.rounds = len(sources)
         self.lane = lists.thread & Int32(31)
         self.warp = lists.thread >> Int32(5)
         self.sources, self.pairs = sources, pairs
@@ -97,9 +97,9 @@ def deal_second(lists: Any, saturated: Uint32) -> Any:
     shorter = (lists.n + Int32(CHUNK - 1)) >> Int32(6)
     asked = Int32(cute.arch.popc(saturated))
     each = (asked * longer + (lists.world - asked) * shorter + Int32(warps - 1)) // Int32(warps)
-    sources = [lists.world for _ in range(lists.config.rounds)]
-    pairs = [Int32(0) for _ in range(lists.config.rounds)]
-    length = [lists.n for _ in range(lists.config.rounds)]
+    sources = [lists.world for _ in range(lists.config.second_rounds)]
+    pairs = [Int32(0) for _ in range(lists.config.second_rounds)]
+    length = [lists.n for _ in range(lists.config.second_rounds)]
     first = Int32(0)
     for source in cutlass.range(lists.world, unroll=1):
         second = (saturated >> Uint32(source)) & Uint32(1)
@@ -108,7 +108,7 @@ def deal_second(lists: Any, saturated: Uint32) -> Any:
         if second != Uint32(0):
             chunks = longer
             entries = lists.k
-        for part in cutlass.range_constexpr(lists.config.rounds):
+        for part in cutlass.range_constexpr(lists.config.second_rounds):
             within = (lists.thread >> Int32(5)) * each + Int32(part) - first
             if within >= Int32(0) and within < chunks and Int32(part) < each:
                 sources[part] = Int32(source)

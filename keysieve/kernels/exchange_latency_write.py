@@ -127,7 +127,9 @@ def merge_row(
     top, bottom = search.find_range(share, words)
     choose.note_clock(lists, 4)
     uppers = arrival.upper_bits(share, wide)
-    entries = look_up(share, words, uppers, where, row)
+    entries = [Int32(0) for _ in range(2 * share.rounds)]
+    if cutlass.const_expr(not again):
+        entries = look_up(share, words, uppers, where, row)
     found = search.find_threshold(share, words, top, bottom)
     choose.note_clock(lists, 6)
     chosen = search.choose_entries(share, words, uppers, found, length)
@@ -137,6 +139,8 @@ def merge_row(
     if cutlass.const_expr(not again):
         asked = hidden & (refused ^ Uint32(0xFFFFFFFF))
     if asked == Uint32(0):
+        if cutlass.const_expr(again):  # late, to hold fewer registers
+            entries = look_up(share, words, uppers, where, row)
         write_own(share, words, uppers, entries, chosen, own_before, row, where, target)
         _out, _out_stride, counts, positions = target
         if positions != Int64(0):

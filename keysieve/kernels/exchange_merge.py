@@ -35,6 +35,9 @@ from keysieve.kernels.exchange_select import Lists
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
 from keysieve.kernels.sharding import local_length
 
+SHARED_PERCENT = 60
+"""Of a multiprocessor's memory beside its registers, for shared memory: more than two blocks need."""
+
 
 class Merge:
     """The kernel for one configuration; `__call__` is the host entry that is compiled."""
@@ -120,7 +123,8 @@ class Merge:
             smem=self.config.shared_bytes,
             stream=stream,
             use_pdl=overlap,
-            min_blocks_per_mp=1,  # left alone the assembler takes 64 registers for two blocks, and spills
+            min_blocks_per_mp=self.config.resident,
+            preferred_smem_carveout=SHARED_PERCENT,  # stated: else the compiler asks a device
         )  # fmt: skip
 
     @cute.kernel
@@ -254,7 +258,7 @@ def merge_latency(lists: Any, share: Any, wait: Any, place: Any, target: Any, ar
         ask_again(lists, wait, asked, place, around, plain)
         sources, pairs, entries, rounds = latency.deal_second(lists, asked)
         choose.clear(lists)
-        if rounds <= Int32(lists.config.rounds):
+        if rounds <= Int32(lists.config.second_rounds):
             again = latency.Share(lists, sources, pairs, entries)
             second = latency.load_second(again)
             write.merge_row(again, second, top, Uint32(0), wide, row, where, target, True)

@@ -22,13 +22,14 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from keysieve.device import keys, packed, ptx
 from keysieve.kernels import local_topk_listed as listed
 from keysieve.kernels import local_topk_long as long
+from keysieve.kernels import local_topk_split as split
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
 from keysieve.kernels.local_topk_config import LocalMap, LocalTopkConfig
@@ -81,13 +82,15 @@ class LocalTopk:
         u32 per row. settled: 1 reads lengths before the grid dependency. release, overlap: as for `select`.
         """
         kind = "local_push" if self.config.push else "local_topk"
-        self.kernel.set_name_prefix(f"{kind}_n{self.config.n_class}_t{self.config.threads}_h{self.config.held}")
+        blocks = f"_c{self.config.cluster}" if self.config.cluster > 1 else ""
+        self.kernel.set_name_prefix(f"{kind}_n{self.config.n_class}_t{self.config.threads}_h{self.config.held}{blocks}")
         self.kernel(
             logits, pitch, lens, lens_stride, rows, n, planes, limit, local_limit, words, words_stride, counts, peers,
             slots, max_rows, world, rank, interleave, epoch, site, flags, settled, release,
         ).launch(
-            grid=(rows, 1, 1),
+            grid=(rows * Int32(self.config.cluster), 1, 1),
             block=(self.config.threads, 1, 1),
+            cluster=None if self.config.cluster == 1 else (self.config.cluster, 1, 1),
             smem=self.config.shared_bytes,
             stream=stream,
             use_pdl=overlap,
@@ -123,6 +126,10 @@ class LocalTopk:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
+        rank_here = Int32(0)
+        if cutlass.const_expr(config.cluster > 1):
+            rank_here = row & Int32(config.cluster - 1)
+            row = row // Int32(config.cluster)
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
         for place in cutlass.range(thread, self.map.cleared // 16, config.threads, unroll=1):
             ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
@@ -131,6 +138,8 @@ class LocalTopk:
             ptx.store_shared(base + Uint32(self.map.words) + Uint32(place) * Uint32(4), Uint32(0))
         if cutlass.const_expr(config.push):
             self.fetch_peers(base, thread, peers, world)
+        if cutlass.const_expr(config.cluster > 1):
+            split.open_cluster(base, thread, config)
         if settled == Int32(0):
             ptx.grid_wait()
         length = ptx.load(lens + Int64(row) * lens_stride * Int64(4), Int32, "relaxed")
@@ -150,26 +159,34 @@ class LocalTopk:
         usable = usable * Int32(usable <= local_limit)
         handle = Row(config, base, thread, logits + Int64(row) * pitch * Int64(2), usable)
         steps.mark(handle, 0)
-        if usable > n:
-            self.find(handle, n)
-        else:
-            self.take_all(handle, n)
-        cute.arch.sync_threads()
-        steps.mark(handle, 8)
-        if handle.wide:
-            self.write_planes(handle, n, planes)
+        signature = (Uint32(rows) << Uint32(16)) | Uint32(site)
+        call = (signature, Uint32(length), tag, peers, slots, max_rows, world, rank, row)
+        target = (words, words_stride, counts)
+        alone = rank_here == Int32(0)
+        if cutlass.const_expr(config.cluster > 1):  # noqa: SIM102  # a trace-time test, then a run-time one
+            if split.is_shared(handle, n):
+                part = split.part_of(handle, base, rank_here)
+                begin, found = split.share_row(part, n, planes, rank_here)
+                if found >= Int32(0):
+                    alone = Boolean(False)
+                    if rank_here == Int32(config.cluster - 1):
+                        found = count - begin
+                    self.finish(handle, count, begin, begin + found, call, target)
+        if alone:
+            if usable > n:
+                self.find(handle, n)
+            else:
+                self.take_all(handle, n)
             cute.arch.sync_threads()
-        steps.mark(handle, 9)
-        if cutlass.const_expr(config.push):
-            signature = (Uint32(rows) << Uint32(16)) | Uint32(site)
-            self.push(handle, count, signature, Uint32(length), tag, peers, slots, max_rows, world, rank, row)
+            steps.mark(handle, 8)
+            if handle.wide:
+                self.write_planes(handle, n, planes)
+                cute.arch.sync_threads()
+            steps.mark(handle, 9)
+            self.finish(handle, count, Int32(0), count, call, target)
         steps.mark(handle, 10)
         steps.dump_marks(handle, flags, row)
-        if words != Int64(0):
-            for word in cutlass.range(thread, count, config.threads, unroll=1):
-                value = ptx.load_shared(handle.words + Uint32(word) * Uint32(4))
-                ptx.store(words + (Int64(row) * words_stride + Int64(word)) * Int64(4), value)
-        if thread == Int32(0):
+        if thread + rank_here == Int32(0):
             if counts != Int64(0):
                 taken = n
                 if usable < n:
@@ -177,6 +194,18 @@ class LocalTopk:
                 ptx.store(counts + Int64(row) * Int64(4), taken)
             if fault and flags != Int64(0):
                 ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
+
+    @cute.jit
+    def finish(self, handle: Any, count: Int32, begin: Int32, end: Int32, call: Any, target: Any) -> None:
+        """Words begin .. end - 1 of the row's `count`: pushed to all ranks, and written if there is a place for it."""
+        words, words_stride, _counts = target
+        if cutlass.const_expr(self.config.push):
+            self.push(handle, count, begin, end, call)
+        if words != Int64(0):
+            line = words + Int64(call[-1]) * words_stride * Int64(4)
+            for word in cutlass.range(begin + handle.thread, end, self.config.threads, unroll=1):
+                value = ptx.load_shared(handle.words + Uint32(word) * Uint32(4))
+                ptx.store(line + Int64(word) * Int64(4), value)
 
     @cute.jit
     def fetch_peers(self, base: Uint32, thread: Int32, peers: Int64, world: Int32) -> None:
@@ -275,38 +304,45 @@ class LocalTopk:
                     ptx.store_shared(handle.words + Uint32(place) * Uint32(4), votes)
 
     @cute.jit
-    def push(
-        self,
-        handle: Any,
-        count: Int32,
-        signature: Uint32,
-        length: Uint32,
-        tag: Uint32,
-        peers: Int64,
-        slots: Int64,
-        max_rows: Int32,
-        world: Int32,
-        rank: Int32,
-        row: Int32,
-    ) -> None:
-        """Push all pairs of the row to every rank, another rank first for every rank."""
+    def push(self, handle: Any, count: Int32, begin: Int32, end: Int32, call: Any) -> None:
+        """Push words begin .. end - 1 to every rank, another rank first for every rank; who has the last word pushes
+        the padding behind it and the signature too. Where a pair's words are two blocks', each pushes its half."""
+        signature, length, tag, peers, slots, max_rows, world, rank, row = call
         pairs = ((count + Int32(1)) >> Int32(1)) + Int32(1)
-        pushed = pairs
+        first = begin
+        pushed = end
+        if end == count:
+            pushed = pairs * Int32(2)
         if peers == Int64(0):
+            first = Int32(0)
             pushed = Int32(0)
         place = Int32(tag & Uint32(1)) * world + rank
         slot = slots + (Int64(place) * Int64(max_rows) + Int64(row)) * Int64(pairs) * Int64(16)
-        for pair in cutlass.range(handle.thread, pushed, self.config.threads, unroll=1):
-            first, second = signature, length
+        for pair in cutlass.range(
+            (first >> Int32(1)) + handle.thread, (pushed + Int32(1)) >> Int32(1), self.config.threads, unroll=1
+        ):
+            lower, upper = signature, length
             if pair < pairs - Int32(1):
-                first, second = packed.load_shared_v2(handle.words + Uint32(pair) * Uint32(8))
+                lower, upper = packed.load_shared_v2(handle.words + Uint32(pair) * Uint32(8))
+            only = Int32(0)  # 1, 2: only the first, only the second word
+            if cutlass.const_expr(self.config.cluster > 1):
+                only = Int32(pair * Int32(2) < first) * Int32(2) + Int32(pair * Int32(2) + Int32(2) > pushed)
             target = rank
             for _step in cutlass.range(world, unroll=2):
                 target = target + Int32(1)
                 if target == world:
                     target = Int32(0)
                 block = ptx.load(handle.peers + Uint32(target) * Uint32(8), Int64, space="shared::cta")
-                ptx.store_pair(block + slot + Int64(pair) * Int64(16), first, second, tag)
+                address = block + slot + Int64(pair) * Int64(16)
+                if only == Int32(0):
+                    ptx.store_pair(address, lower, upper, tag)
+                else:
+                    half = lower
+                    if only == Int32(2):
+                        half = upper
+                        address = address + Int64(8)
+                    word = Int64(half) | (Int64(tag) << Int64(32))
+                    ptx.store(address, word, "relaxed", "sys")
 
 
 def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

@@ -18,6 +18,12 @@ MAX_PLANES = 10
 N_CLASSES: tuple[int, ...] = (2048, 4096)
 """Largest N that a compiled kernel serves: sizes its lists."""
 
+CLUSTERS: tuple[int, ...] = (2, 8)
+"""Blocks that may share a row."""
+
+SHARED_KEYS = 16384
+"""Where a rank's rows may have more keys than this, they are shared by blocks if there are SMs enough."""
+
 BINS = 2048
 """Bins of a histogram: 11 bits of key16, or the 2,048 values from a bound on."""
 
@@ -33,6 +39,7 @@ class LocalTopkConfig:
         threads: threads of a block, which works on one row.
         held: vectors of 8 keys that a thread keeps in registers.
         room: vectors whose maxima shared memory has room for; a row has no more. 0: rows of any length, slower.
+        cluster: blocks of a row, which share it if their registers hold it, and if it is long enough for that.
     """
 
     push: bool
@@ -40,6 +47,7 @@ class LocalTopkConfig:
     threads: int = 1024
     held: int = 4
     room: int = 16384
+    cluster: int = 1
     trace: bool = False
 
     @property
@@ -76,7 +84,11 @@ class LocalMap:
     tops: int  # u16 [n_class]: index >> 16 of every entry
     list: int  # u32 [listed]: words of candidates, in index order
     list_tops: int  # u16 [listed]: their index >> 16
-    maxima: int  # u16 [room]: the largest key of every vector
+    maxima: int  # u16 [room]: the largest key of every vector; in a shared row u16 [cluster][BINS]: all blocks' counts
+    sent: (
+        int  # u32 [2][16]: of every block of the cluster, the largest key, and how many are above and at the threshold
+    )
+    arrivals: int  # u64 [4]: mbarriers of what the cluster's blocks send
     total: int
 
     @staticmethod
@@ -102,7 +114,9 @@ class LocalMap:
             list=listed,
             list_tops=list_tops,
             maxima=list_tops + 2 * config.listed,
-            total=list_tops + 2 * config.listed + 2 * config.room,
+            sent=list_tops + 2 * config.listed + 2 * config.room,
+            arrivals=list_tops + 2 * config.listed + 2 * config.room + 128,
+            total=list_tops + 2 * config.listed + 2 * config.room + (160 if config.cluster > 1 else 0),
         )
 
 
@@ -113,12 +127,22 @@ def room_for(planes: int) -> int:
     return 1 << 14 if planes == 1 else 1 << 16
 
 
-def config_for(n: int, planes: int, push: bool) -> LocalTopkConfig:
+def config_for(n: int, planes: int, push: bool, cluster: int = 1) -> LocalTopkConfig:
     """The configuration that serves `n` entries with that many index planes."""
     room = room_for(planes)
     if push:
-        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room)
+        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room, cluster)
     return LocalTopkConfig(False, n_class_of(n), 512, 8 if room else 4, room)
+
+
+def cluster_for(rows: int, keys: int, sms: int) -> int:
+    """Blocks that share a row, where `rows` rows of up to `keys` keys are worked on by `sms` multiprocessors: as many
+    as leave a quarter of them free, since clusters do not pack a chip, or two if there is just room for that."""
+    if keys <= SHARED_KEYS:
+        return 1
+    return next(
+        (c for c in sorted(CLUSTERS, reverse=True) if 4 * rows * c <= 3 * sms or (c == 2 and 2 * rows <= sms)), 1
+    )
 
 
 def n_class_of(n: int) -> int:
@@ -130,7 +154,10 @@ def n_class_of(n: int) -> int:
 
 def _push(arch: str) -> Iterable[LocalTopkConfig]:
     del arch  # the same for all of them
-    return [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
+    alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
+    return alone + [
+        config_for(n, planes, True, cluster) for n in N_CLASSES for planes in (1, 2) for cluster in CLUSTERS
+    ]
 
 
 def _plain(arch: str) -> Iterable[LocalTopkConfig]:

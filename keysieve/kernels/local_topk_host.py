@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from keysieve.kernels.local_topk_config import LOCAL_PUSH, LOCAL_TOPK, LocalTopkConfig, config_for
+from keysieve.kernels.local_topk_config import (
+    CLUSTERS,
+    LOCAL_PUSH,
+    LOCAL_TOPK,
+    LocalTopkConfig,
+    cluster_for,
+    config_for,
+)
 
 Make = Callable[[Any, Any], Callable[..., None]]
 
@@ -27,13 +34,30 @@ class LocalTopk:
         n, planes: entries of a candidate row, 1..4096, and its index planes, 1..10.
         push: True for `push` (this rank's own canonical logits, global lengths), False for `topk` (anyone's rows, local
             lengths).
+        keys: keys that a row may have, if they are known to be few; sms: streaming multiprocessors of the device: with
+            both, rows may be shared by blocks.
         config: for measurements; the one that serves `n` by default.
     """
 
-    def __init__(self, make: Make, *, n: int, planes: int, push: bool, config: LocalTopkConfig | None = None) -> None:
-        self.n, self.planes = n, planes
+    def __init__(
+        self,
+        make: Make,
+        *,
+        n: int,
+        planes: int,
+        push: bool,
+        keys: int = 0,
+        sms: int = 0,
+        config: LocalTopkConfig | None = None,
+    ) -> None:
+        self.n, self.planes, self._keys, self._sms = n, planes, keys, sms
         self.config = config_for(n, planes, push) if config is None else config
-        self._launch = make(LOCAL_PUSH if push else LOCAL_TOPK, self.config)
+        kernel = LOCAL_PUSH if push else LOCAL_TOPK
+        self._launch = {1: make(kernel, self.config)}
+        if config is not None:
+            self._launch = {config.cluster: self._launch[1]}
+        elif push and self.config.room and cluster_for(1, keys, sms) > 1:
+            self._launch |= {c: make(kernel, config_for(n, planes, push, c)) for c in CLUSTERS}
 
     def push(
         self,
@@ -125,7 +149,10 @@ class LocalTopk:
         if rows == 0:
             return
         words, counts = out
-        self._launch(
+        cluster = (
+            cluster_for(rows, min(self._keys, limits[1]), self._sms) if len(self._launch) > 1 else min(self._launch)
+        )
+        self._launch[cluster](
             logits.data_ptr(),
             _pitch(logits),
             lens.data_ptr(),

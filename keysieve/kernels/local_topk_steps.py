@@ -48,23 +48,39 @@ def _dump_marks(base: Uint32, where: Int64, block: Int32, thread: Int32) -> None
 
 
 class Row:
-    """A row of `length` keys at byte `address`: trace-time handle of what the steps are addressed by."""
+    """A row of `length` keys at byte `address`: trace-time handle of what the steps are addressed by.
 
-    def __init__(self, config: LocalTopkConfig, base: Uint32, thread: Int32, address: Int64, length: Int32) -> None:
+    first, count: of the vectors, those that this block works on; all of them if left out.
+    """
+
+    def __init__(
+        self,
+        config: LocalTopkConfig,
+        base: Uint32,
+        thread: Int32,
+        address: Int64,
+        length: Int32,
+        first: Any = None,
+        count: Any = None,
+    ) -> None:
         places = LocalMap.of(config)
         self.config, self.thread, self.address, self.length = config, thread, address, length
         self.lane = thread & Int32(31)
         self.warp = thread >> Int32(5)
         self.vectors = (length + Int32(7)) >> Int32(3)
-        self.rounds = (self.vectors + Int32(config.threads - 1)) // Int32(config.threads)
+        self.rounds = ((self.vectors if count is None else count) + Int32(config.threads - 1)) // Int32(config.threads)
         self.batches = (self.rounds + Int32(config.held - 1)) // Int32(config.held)
         self.start = self.warp * self.rounds * Int32(32) + self.lane
+        if first is not None:
+            self.start = self.start + first
+            self.vectors = first + count  # none beyond is looked at
         self.wide = length > Int32(1 << 16)
         self.first = base + Uint32(places.first)
         self.second = base + Uint32(places.second)
         self.low = base + Uint32(places.low)
         self.fine = base + Uint32(places.low + 128)
         self.maxima = base + Uint32(places.maxima)
+        self.maxima_end = base + Uint32(places.sent)
         self.found = base + Uint32(places.found)
         self.peers = base + Uint32(places.peers)
         self.sums = base + Uint32(places.sums)
@@ -178,6 +194,13 @@ def block_find(row: Any, histogram: Uint32, want: Int32) -> Any:
         counts[0], counts[1] = packed.load_shared_v2(lowest)
     else:
         counts[0], counts[1], counts[2], counts[3] = ptx.load_shared_v4(lowest)
+    return find_counted(row, counts, want)
+
+
+@cute.jit
+def find_counted(row: Any, counts: Any, want: Int32) -> Any:
+    """`block_find` from this thread's bins, ascending; thread 0 has the highest ones. Two block barriers."""
+    each = BINS // row.config.threads
     mine = Int32(0)
     for part in cutlass.range_constexpr(each):
         mine = mine + Int32(counts[part])
@@ -399,18 +422,33 @@ def find_held(row: Any, words: Any, rounds: Int32, n: Int32) -> Any:
 def place_held(row: Any, words: Any, vectors: Any, rounds: Int32, n: Int32) -> None:
     """The row's words from the vectors in registers, which hold its N best: histograms of their keys, then each thread
     places its own. vectors: their numbers, ascending in the order (warp, round, lane)."""
-    held = row.config.held
     threshold, need = find_held(row, words, rounds, n)
     mark(row, 6)
-    masks = [Uint32(0) for _ in range(held)]  # of keys above the threshold, and, shifted by 8, equal to it
+    masks, total = mask_held(row, words, rounds, threshold)
+    before, _all = block_offsets(row, scan.warp_sum(total), 0)
+    mark(row, 7)
+    place_masked(row, words, masks, vectors, rounds, before, need)
+
+
+@cute.jit
+def mask_held(row: Any, words: Any, rounds: Int32, threshold: Uint32) -> Any:
+    """(masks, a word a vector, of the keys above the threshold and, shifted by 8, equal to it; this thread's counts of
+    the two, see `counts_of`)."""
+    masks = [Uint32(0) for _ in range(row.config.held)]
     total = Int32(0)
-    for step in cutlass.range_constexpr(held):
+    for step in cutlass.range_constexpr(row.config.held):
         if Int32(step) < rounds:
             greater, same = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
             masks[step] = greater | (same << Uint32(8))
             total = total + counts_of(masks[step])
-    before, _all = block_offsets(row, scan.warp_sum(total), 0)
-    mark(row, 7)
+    return masks, total
+
+
+@cute.jit
+def place_masked(row: Any, words: Any, masks: Any, vectors: Any, rounds: Int32, before: Int32, need: Int32) -> None:
+    """Place the keys above the threshold and the first `need` equal ones. before: how many of both come before this
+    warp's, the equal ones shifted by EQUAL_SHIFT."""
+    held = row.config.held
     for step in cutlass.range_constexpr(held):
         if Int32(step) < rounds:
             mine = counts_of(masks[step])

@@ -9,6 +9,7 @@ import torch
 from harness import cases, poison
 
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
+from keysieve.kernels.local_topk_config import CLUSTERS, config_for
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.launch import Launcher
 from keysieve.reference.dcp_maps import local_seq_lens
@@ -28,8 +29,9 @@ NS = (32, 352, 672, 1216, 2048, 2080, 4096)
 
 
 @lru_cache(maxsize=64)
-def kernel(device: torch.device, n: int, planes: int, push: bool) -> LocalTopk:
-    return LocalTopk(lambda k, c: Launcher(k, c, device), n=n, planes=planes, push=push)
+def kernel(device: torch.device, n: int, planes: int, push: bool, cluster: int = 1) -> LocalTopk:
+    config = config_for(n, planes, push, cluster)
+    return LocalTopk(lambda k, c: Launcher(k, c, device), n=n, planes=planes, push=push, config=config)
 
 
 def values(kind: str, rows: int, width: int, device: torch.device, seed: int) -> torch.Tensor:
@@ -124,7 +126,15 @@ class Slots:
 
 
 def run_push(
-    device: torch.device, kind: str, lens: list[int], n: int, world: int, rank: int, interleave: int, start: int
+    device: torch.device,
+    kind: str,
+    lens: list[int],
+    n: int,
+    world: int,
+    rank: int,
+    interleave: int,
+    start: int,
+    cluster: int = 1,
 ) -> None:
     rows = len(lens)
     lengths = torch.tensor(lens, dtype=torch.int32)
@@ -134,7 +144,7 @@ def run_push(
     x = canonicalize_(values(kind, rows, width, device, 3))
     memory = Slots(device, world, rows + 2, n, planes, start)
     words = poison((rows, candidate_words(n, planes)), torch.int32, device)
-    kernel(device, n, planes, True).push(
+    kernel(device, n, planes, True, cluster).push(
         pitched(x, local), lengths.to(device), world=world, rank=rank, interleave=interleave, peers=memory.peers,
         slots=memory.offset, max_rows=rows + 2, epoch=memory.epoch, site=77, words=words,
     )  # fmt: skip
@@ -199,6 +209,44 @@ def test_push_reaches_every_rank(device: torch.device, case: tuple[int, int, int
     for n, start in ((352, 0), (1216, 41), (96, 2**32 - 1), (33, 2**31 - 1)):
         run_push(device, "relu" if n == 352 else "gaussian", lens, n, world, rank, interleave, start)
     run_push(device, "few", [300_000, 10, 0], 64, world, rank, interleave, 6)
+
+
+SHARED = [8192, 8193, 9_001, 16_384, 16_385, 20_001, 32_769, 40_007, 65_536, 65_537, 65_560, 0, 33, 1_217, 12_345]
+"""Local lengths about what is shared, and about what the registers of two blocks hold."""
+
+
+@cases(*[(cluster, kind) for cluster in CLUSTERS for kind in KINDS])
+def test_rows_shared_by_blocks(device: torch.device, case: tuple[int, str]) -> None:
+    """Any values: the threshold within reach of the best key, and not (then one block takes the row)."""
+    cluster, kind = case
+    run_push(device, kind, SHARED, 1216, 1, 0, 1, 7, cluster)
+    run_push(device, kind, [2 * x + 1 for x in SHARED], 33, 2, 1, 1, 2**32 - 1, cluster)
+    run_push(device, kind, SHARED, 4096, 1, 0, 1, 8, cluster)
+
+
+@cases(*CLUSTERS)
+def test_long_rows_shared_by_blocks(device: torch.device, case: int) -> None:
+    """Indices of more than 16 bits, whose planes are everybody's, and rows beyond the registers of the cluster."""
+    for kind, n in (("gaussian", 1216), ("relu", 352), ("few", 33), ("gaussian", 97)):
+        run_push(device, kind, [131_072, 70_001, 66_001, 100_003, 65_537], n, 1, 0, 1, 5, case)
+        run_push(device, kind, [262_144, 262_143, 262_145, 66_000], n, 1, 0, 1, 5, case)
+    run_push(device, "gaussian", [524_288, 400_000, 9_000], 352, 2, 1, 64, 5, case)
+
+
+@cases(*CLUSTERS)
+def test_shared_rows_a_thousand_times(device: torch.device, case: int) -> None:
+    lens = [16_384, 30_000, 65_536, 8_193, 100, 0, 40_000]
+    for kind in ("gaussian", "relu"):
+        x = pitched(canonicalize_(values(kind, len(lens), max(lens), device, 4)), lens)
+        wanted, _ = want(x, lens, 1216, 1)
+        lengths = torch.tensor(lens, dtype=torch.int32, device=device)
+        differs, wanted = torch.zeros((), dtype=torch.int64, device=device), wanted.to(device)
+        words = torch.empty_like(wanted)
+        for _ in range(1000):
+            words.fill_(7)
+            kernel(device, 1216, 1, True, case).push(x, lengths, world=1, rank=0, interleave=1, words=words)
+            differs += (words != wanted).sum()
+        assert int(differs) == 0
 
 
 def test_faults_leave_rows_empty_and_raise_flags(device: torch.device) -> None:
