@@ -177,3 +177,22 @@ def min_u32(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
 def min_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Lane-wise unsigned minimum of two 16-bit halves: one instruction on sm_90 and later."""
     return ptx.asm("min.u16x2 $0, $1, $2;", "=r,r,r", (Uint32,), (a, b), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def high_half(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The upper 16 bits of a word in both halves, by the half-precision adder: the integer unit has enough to do.
+
+    They must not be those of an infinity or a NaN (bits 10 to 14 all set); to any other, -0 adds nothing.
+    """
+    text = (
+        "{ .reg .b16 l, h; .reg .b32 t, z; mov.b32 {l, h}, $1; mov.b32 t, {h, h}; mov.b32 z, 0x80008000; "
+        "add.rn.f16x2 $0, t, z; }"
+    )
+    return ptx.asm(text, "=r,r", (Uint32,), (word,), pure=True, loc=loc, ip=ip)[0]
+
+
+@dsl_user_op
+def multiply_add(a: Uint32, b: Uint32, c: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """a * b + c, the low 32 bits."""
+    return ptx.asm("mad.lo.u32 $0, $1, $2, $3;", "=r,r,r,r", (Uint32,), (a, b, c), pure=True, loc=loc, ip=ip)[0]

@@ -28,7 +28,7 @@ TOP = 6
 """Exponent that the largest block is widened with: 6 * 2^6 is the largest E4M3 number that an E2M1 code can become."""
 
 TABLE = 8 * (REACH + 1)
-"""Bytes of the table of widened codes: eight E4M3 magnitudes for each exponent. Two words of signs stand behind it."""
+"""Bytes of the table of widened codes: eight E4M3 magnitudes for each exponent. A few constants stand behind it."""
 
 assert TABLE % 16 == 8
 
@@ -54,7 +54,7 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
     factors = weights + shape.query_stages * weight_bytes
     codes = factors + shape.query_stages * weight_bytes
     table = codes + shape.query_stages * weight_bytes
-    tables = tables_at(table + TABLE + 8, shape.stages, shape.query_stages)
+    tables = tables_at(table + TABLE + 24, shape.stages, shape.query_stages)
     marks = tables.end
     barriers = marks + -(-4 * shape.query_stages // 16) * 16
     total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
@@ -81,7 +81,7 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`: three warpgroups, each with a tile's keys widened in registers."""
-    if config.columns <= 64:
+    if config.columns <= 64 and (config.heads, config.next_n) not in fp8.CROWDED:
         shape = ScoreShape(groups=3, stages=15, query_stages=4, registers=(56, 152), resident=True)
     else:
         shape = ScoreShape(groups=3, stages=15, query_stages=2, registers=(56, 152), chunk_columns=64)

@@ -18,10 +18,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from keysieve.device import numerics, packed, ptx
 from keysieve.kernels.sm90_mxfp4_apart import mend_sums
-from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, PAGE_SLOT, SCALE_PLACE, TABLE
+from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, PAGE_SLOT, SCALE_PLACE
 from keysieve.kernels.sm90_mxfp4_scales import (
     NO_CODES,
     factor_bits,
+    fixed_words,
     offsets_from,
     place_scales,
     spread_of,
@@ -48,7 +49,7 @@ class WideProducts(Products):
         warp = local // Int32(32)
         row = warp * Int32(16) + (lane >> Int32(2))
         self.shared = shared
-        self.halves = ptx.load_shared(shared.table + Uint32(TABLE))
+        self.fixed = fixed_words(shared.table)
         self.swaps = swap_selectors(lane)
         self.keys = shared.keys + Uint32(row) * Uint32(KEY_BYTES) + Uint32(quad) * Uint32(16)
         own = row + (quad & Int32(1)) * Int32(8)
@@ -93,7 +94,7 @@ class WideProducts(Products):
         """Start the product of one page with one chunk: a group of four instructions."""
         if chunk == 0:
             keys = self.keys + Uint32(stage * Int32(PAGES_PER_TILE) + Int32(page)) * Uint32(PAGE_SLOT)
-            widen_keys(self.words[page], keys, self.shared.table, self.offsets, self.halves, page)
+            widen_keys(self.words[page], keys, self.shared.table, self.offsets, self.fixed, page)
         acc = self.acc[chunk][page]
         warpgroup.fence()
         for k in range(STEPS):
@@ -143,7 +144,7 @@ def swap_quad(word: Uint32, swaps: tuple[Uint32, Uint32]) -> Uint32:
 
 @cute.jit
 def widen_keys(
-    words: cute.Tensor, keys: Uint32, table: Uint32, offsets: Uint32, halves: Uint32, page: cutlass.Constexpr[int]
+    words: cute.Tensor, keys: Uint32, table: Uint32, offsets: Uint32, fixed: Any, page: cutlass.Constexpr[int]
 ) -> None:
     """A thread's part of a page, rows `row` and `row + 8`, into operand registers.
 
@@ -154,7 +155,7 @@ def widen_keys(
         offset = ptx.byte_perm(offsets, Uint32(0), Uint32(0x4440 | (2 * page + r)))
         low, high = packed.load_shared_v2(table + offset)
         for s in cutlass.range_constexpr(STEPS):
-            words[4 * s + r], words[4 * s + 2 + r] = widen_word(four[s], low, high, halves)
+            words[4 * s + r], words[4 * s + 2 + r] = widen_word(four[s], low, high, fixed)
 
 
 def matrix_op(columns: int, accumulate: bool) -> Any:

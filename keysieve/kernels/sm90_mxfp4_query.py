@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import numerics, packed, ptx
-from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, TABLE
+from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES
 from keysieve.kernels.sm90_mxfp4_scales import (
     MAGNITUDES,
     NO_CODES,
+    fixed_words,
     place_scales,
     table_words,
     widen_word,
@@ -53,7 +54,7 @@ def widen_queries(
     block = lane & Int32(3)
     low = Uint32(lane >> Int32(2))
     mark = Uint32(0)
-    halves = ptx.load_shared(shared.table + Uint32(TABLE))
+    fixed = fixed_words(shared.table)
     many = min(2, config.columns // TOGETHER)
     for first in cutlass.range(0, config.columns, TOGETHER * many, unroll=1):
         loaded = []
@@ -73,7 +74,7 @@ def widen_queries(
             lower, upper = packed.load_shared_v2(shared.table + offset)
             target = base + column * Uint32(HEAD_DIM) + Uint32(block) * Uint32(4)
             for s in cutlass.range_constexpr(4):
-                one, two = widen_word(four[s], lower, upper, halves)
+                one, two = widen_word(four[s], lower, upper, fixed)
                 ptx.store_shared(target + chunk_place(2 * s, low), one)
                 ptx.store_shared(target + chunk_place(2 * s + 1, low), two)
             if block == Int32(0):

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from keysieve.device import packed, ptx
-from keysieve.kernels.sm90_mxfp4_config import REACH, TOP
+from keysieve.kernels.sm90_mxfp4_config import REACH, TABLE, TOP
 from keysieve.kernels.sm90_score_store import select
 
 NEAREST = 127 - 40
@@ -59,12 +59,12 @@ def table_bytes(exponent: int) -> list[int]:
 
 
 def table_words() -> list[int]:
-    """The table of widened codes: two words for each exponent from TOP - REACH to TOP; HALVES twice after them."""
+    """The table of widened codes: two words for each exponent from TOP - REACH to TOP; then HALVES, -1 and 2."""
     words = []
     for exponent in range(TOP - REACH, TOP + 1):
         eight = table_bytes(exponent)
         words += [int.from_bytes(bytes(eight[i : i + 4]), "little") for i in (0, 4)]
-    return [*words, HALVES, HALVES]
+    return [*words, HALVES, 0xFFFFFFFF, 2, 0, 0, 0]
 
 
 def halves_maximum(even: Uint32, odd: Uint32, best: Any) -> Uint32:
@@ -118,18 +118,32 @@ def place_scales(codes: Uint32, zero: Uint32) -> Any:
     return Uint32(offsets), Uint32(factor), Int32(apart)
 
 
-def widen_word(word: Uint32, low: Uint32, high: Uint32, halves: Uint32) -> tuple[Uint32, Uint32]:
+BALANCED = True
+
+
+def fixed_words(table: Uint32) -> tuple[Uint32, ...]:
+    """What `widen_word` wants in registers, from behind the table."""
+    return tuple(ptx.load_shared(table + Uint32(TABLE + 4 * i)) for i in range(3))
+
+
+def widen_word(word: Uint32, low: Uint32, high: Uint32, fixed: tuple[Uint32, ...]) -> tuple[Uint32, Uint32]:
     """Eight E2M1 codes as two words of four negated E4M3 numbers; low, high: the magnitudes of their exponent.
 
-    halves: HALVES, loaded, so that it stays in one register (the assembler would make a constant again at each use).
+    fixed: HALVES, -1 and 2, loaded: the assembler would make constants again at each use, and multiply by shifting,
+    while the integer unit is what is short. So the upper codes are moved down by the adder of halves as well.
     """
+    halves, minus, two = fixed
     codes = word & Uint32(MAGNITUDES)
-    upper = word >> Uint32(16)
-    one = ptx.byte_perm(low, high, codes)
-    two = ptx.byte_perm(low, high, codes >> Uint32(16))
-    sign = ptx.byte_perm(halves, halves, word)
-    other = ptx.byte_perm(halves, halves, upper)
-    return one + sign * Uint32(2), two + other * Uint32(2)
+    if BALANCED:
+        signs = packed.multiply_add(codes, minus, word)
+        upper, above = packed.high_half(codes), packed.high_half(signs)
+    else:
+        upper, above = codes >> Uint32(16), word >> Uint32(16)
+    first, second = ptx.byte_perm(low, high, codes), ptx.byte_perm(low, high, upper)
+    sign, other = ptx.byte_perm(halves, halves, word), ptx.byte_perm(halves, halves, above)
+    if BALANCED:
+        return packed.multiply_add(sign, two, first), packed.multiply_add(other, two, second)
+    return first + sign * Uint32(2), second + other * Uint32(2)
 
 
 @cute.jit
