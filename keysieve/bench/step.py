@@ -29,6 +29,9 @@ from keysieve.reference.topk import select
 from keysieve.spec import FORMATS, PAGE
 
 K = 1024
+CHAINED = -2
+"""Place of the argument of select's entry that says whether it is a programmatic dependent."""
+
 TARGETS_US = {
     "1x4K": 7.0,
     "1x32K": 8.5,
@@ -92,6 +95,34 @@ def peer_times(calls: dict[str, Callable[[int], object]], sets: int, case: Case,
     return times, failed
 
 
+def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: int) -> dict[str, Callable[[int], None]]:
+    """Score and select by themselves: the launches of each input set's step, select not chained to anything.
+
+    Select then finds the logits in L2, as in a step (``bench.select`` rotates them instead, so that they come from
+    memory): the sum of the two is the least that could be called the parts' time.
+    """
+    launches = []
+    runner: Any = indexer._runner
+    for i in range(sets):
+        indexer._known = ()  # a known form would launch without writing down what
+        step(i)
+        (score, score_args), (select_, select_args) = (
+            (t.function, [int(a) for a in args]) for t, args in runner._calls
+        )
+        assert select_args[CHAINED] == 1
+        select_args[CHAINED] = 0
+        launches.append((score, score_args, select_, select_args))
+    stream = torch._C._cuda_getCurrentRawStream
+
+    def score_alone(i: int) -> None:
+        launches[i][0](*launches[i][1], stream(runner.index))
+
+    def select_alone(i: int) -> None:
+        launches[i][2](*launches[i][3], stream(runner.index))
+
+    return {"score": score_alone, "select": select_alone}
+
+
 def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Record:
     """Gate, then the time of a step in a graph and the host's time of an eager one; peers: others' steps too."""
     device = pool.device
@@ -114,11 +145,16 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
         indexer(given[i], cache, x.weights, x.lens, x.table, kv_table=kv_table, out=out, counts=counts)
 
     taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
+    parts = {
+        name: round(timing.graph_time(call, sets=sets, bytes_per_set=case.read_bytes, device=device).us, 2)
+        for name, call in parts_alone(indexer, step, sets).items()
+    }
     host = timing.host_time(lambda: step(0), calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
     others = steps(case, pool, inputs, kv_table, TOPK) if peers and spec.format.is_fp8 else {}
     times, failed = peer_times(others, sets, case, device)
     targets = TARGETS_US if spec.format.is_fp8 else MXFP4_TARGETS_US
-    extra = {"host_us": round(host.us, 2), "must_reach_us": targets.get(case.name), "input_sets": sets}
+    extra: dict[str, Any] = {"host_us": round(host.us, 2), "must_reach_us": targets.get(case.name), "input_sets": sets}
+    extra["parts_alone_us"] = parts
     return timing.record(
         "step",
         case.name,
@@ -172,7 +208,8 @@ def main(argv: list[str] | None = None) -> int:
         verdict = "" if target is None else f" must {target:6.1f} {'ok' if record.us <= target else 'over'}"
         print(
             f"{case.name:>10} {record.us:8.2f} us {verdict}"
-            f" limit {case.limit_us:6.1f} host {record.extra['host_us']:.1f} us {record.peers or ''}",
+            f" parts alone {sum(record.extra['parts_alone_us'].values()):.2f} limit {case.limit_us:.1f}"
+            f" host {record.extra['host_us']:.1f} us {record.peers or ''}",
             flush=True,
         )
     return 1 if failed else 0
