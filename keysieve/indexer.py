@@ -152,7 +152,9 @@ class DecodeIndexer:
     ) -> Selection:
         """Select the keys of one layer and step: for each row the exact top-k by (score, then position).
 
-        A row that sees at most ``topk`` keys takes them all, and a request of such rows alone is not scored.
+        A row that sees at most ``topk`` keys takes them all, and a request of such rows alone is not scored. On a GPU
+        the inputs must be complete when the step starts there and stay unchanged until it has ended: lengths that
+        another stream changes meanwhile can end in a launch failure (``docs/step.md``).
 
         Args:
             query: E4M3 ``[rows, heads, 128]``; MXFP4: ``(uint8 [rows, heads, 64], int32 [rows, heads])``. Row ``t``
