@@ -55,7 +55,7 @@ def widen_queries(
     low = Uint32(lane >> Int32(2))
     mark = Uint32(0)
     fixed = fixed_words(shared.table)
-    many = min(2, config.columns // TOGETHER)
+    many = next(n for n in (4, 3, 2, 1) if config.columns % (TOGETHER * n) == 0)
     for first in cutlass.range(0, config.columns, TOGETHER * many, unroll=1):
         loaded = []
         for part in cutlass.range_constexpr(many):

@@ -31,6 +31,8 @@ SHAPES = [
     (64, 5, "compact", "fp8_ue8m0", "float32"),
     (64, 8, "compact", "fp8_fp32", "float32"),
     (8, 1, "compact", "mxfp4", "float32"),
+    (8, 3, "compact", "mxfp4", "float32"),
+    (8, 7, "pitched", "mxfp4", "float32"),
     (8, 8, "pitched", "mxfp4", "bfloat16"),
     (16, 3, "compact", "mxfp4", "float32"),
     (32, 1, "compact", "mxfp4", "float32"),

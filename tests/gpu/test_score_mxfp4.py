@@ -13,7 +13,7 @@ import keysieve as ks
 from keysieve.testing.inject import inject_keys, probe_query
 from keysieve.testing.score_bound import UNIT
 
-SHAPES = [(8, 1), (8, 8), (16, 2), (32, 1), (32, 2), (32, 5), (64, 1), (64, 2), (64, 8)]
+SHAPES = [(8, 1), (8, 3), (8, 5), (8, 8), (16, 2), (32, 1), (32, 2), (32, 5), (64, 1), (64, 2), (64, 8)]
 
 
 def oracle(p: sc.Problem) -> list[torch.Tensor | None]:
