@@ -34,6 +34,11 @@ def write_table(table: Uint32) -> None:
     cute.arch.sync_warp()
 
 
+def rounds_at_once(columns: int) -> int:
+    """How often eight columns are loaded before the first are widened: no more than divides them all."""
+    return next(n for n in (4, 3, 2, 1) if columns % (TOGETHER * n) == 0)
+
+
 def chunk_place(chunk: int, low: Uint32) -> Uint32:
     """Byte offset in a column's 128 bytes of 16-byte chunk `2 s + h`, swizzled by the column's low three bits."""
     return (Uint32(chunk) ^ low) * Uint32(16)
@@ -55,7 +60,7 @@ def widen_queries(
     low = Uint32(lane >> Int32(2))
     mark = Uint32(0)
     fixed = fixed_words(shared.table)
-    many = next(n for n in (4, 3, 2, 1) if config.columns % (TOGETHER * n) == 0)
+    many = rounds_at_once(config.columns)
     for first in cutlass.range(0, config.columns, TOGETHER * many, unroll=1):
         loaded = []
         for part in cutlass.range_constexpr(many):

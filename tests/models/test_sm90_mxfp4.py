@@ -17,7 +17,7 @@ from keysieve.kernels import sm90_mxfp4_apart as apart
 from keysieve.kernels import sm90_mxfp4_math as wide
 from keysieve.kernels import sm90_mxfp4_query as queries
 from keysieve.kernels import sm90_mxfp4_scales as scales
-from keysieve.kernels.sm90_mxfp4_config import REACH, TOP
+from keysieve.kernels.sm90_mxfp4_config import KERNEL, REACH, TOP
 
 E2M1 = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 
@@ -195,6 +195,12 @@ def test_powers() -> None:
     """Every power that scales can ask for, the subnormal one included."""
     for exponent in range(-127, 128):
         assert float32(apart.power(exponent)) == 2.0**exponent
+
+
+def test_a_request_is_widened_to_its_end_and_no_further() -> None:
+    for config in KERNEL.admitted("sm_90a"):
+        step = queries.TOGETHER * queries.rounds_at_once(config.columns)
+        assert config.columns % step == 0, config
 
 
 @pytest.mark.parametrize("columns", [8, 24, 64])
