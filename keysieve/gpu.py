@@ -12,13 +12,14 @@ from typing import Any, Final
 import torch
 
 from keysieve.checks import describe, message, refuse
+from keysieve.compile import beside
 from keysieve.dcp.base import ContextParallel
 from keysieve.inputs import Step
 from keysieve.kernels import select_host
 from keysieve.kernels.base import Kernel
 from keysieve.kernels.flags import FLAG_BAD_OWNER
 from keysieve.kernels.local_topk_host import LocalTopk
-from keysieve.launch import Launcher, capturing, unlaunchable
+from keysieve.launch import Launcher, arch_of, capturing, unlaunchable
 from keysieve.plan import Plan
 from keysieve.reference.topk import TopkCall
 from keysieve.sm90_dcp import Sm90DcpRunner
@@ -172,6 +173,11 @@ class GpuBackend(ABC):
         if key not in self._launchers:
             self._launchers[key] = Launcher(kernel, config, device)
         return self._launchers[key]
+
+    def prepare(self, device: torch.device, jobs: list[tuple[Any, Any]]) -> None:
+        """Compile side by side what the cache has not of (kernel, configuration): see ``compile.beside``."""
+        if device.type == "cuda" and not capturing():
+            beside.prepare(jobs, arch_of(device)[1])
 
     def score_launcher(self, step: Step, layout: str) -> tuple[Launcher, Any]:
         """The scorer for a step's format, heads, rows per request and weights, and its configuration."""

@@ -12,6 +12,7 @@ from keysieve.checks import DeviceFault, describe, refuse
 from keysieve.inputs import Placement, Selection, Step
 from keysieve.kernels import select_host
 from keysieve.kernels.flags import describe as describe_flags
+from keysieve.kernels.select_config import SELECT
 from keysieve.launch import capturing
 from keysieve.plan import Plan
 from keysieve.relaunch import Calls, Recorder, launch_list, named
@@ -140,6 +141,12 @@ class Sm90Runner(StreamWorkspace):
         release = ", released early" if problem.early_release else ""
         self.path = f"score into compact logits, then select as its programmatic dependent{release}: two kernels"
         self._calls: Calls = []
+        limits = (problem.max_rows, problem.max_context, problem.spec.topk, self._blocks)
+        scorer = backend.scorer(problem.spec)[0]
+        # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
+        scores = [backend.score_config(problem.spec, next_n, "compact", "float32") for next_n in problem.next_n]
+        selects = select_host.configs_up_to(*limits, maxima=True)
+        backend.prepare(device, [(SELECT, c) for c in selects] + [(scorer, c) for c in scores])
         self._select = select_host.Selector(
             lambda kernel, config: Recorder(backend.launcher(device, kernel, config), self._calls),
             k=problem.spec.topk,
@@ -148,9 +155,8 @@ class Sm90Runner(StreamWorkspace):
             sms=self._blocks,
             maxima=True,
         )
-        for next_n in problem.next_n:  # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
-            config = backend.score_config(problem.spec, next_n, "compact", "float32")
-            backend.launcher(device, backend.scorer(problem.spec)[0], config)
+        for config in scores:
+            backend.launcher(device, scorer, config)
 
     def run(self, step: Step, place: Placement, out: Selection) -> Relaunch:
         """Score, then select as a programmatic dependent: fill every entry of ``out``."""
