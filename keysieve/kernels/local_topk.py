@@ -313,7 +313,7 @@ class LocalTopk:
         pushed = end
         if end == count:
             pushed = pairs * Int32(2)
-        if peers == Int64(0):
+        if peers == Int64(0) or first == pushed:
             first = Int32(0)
             pushed = Int32(0)
         place = Int32(tag & Uint32(1)) * world + rank

@@ -126,6 +126,8 @@ def load_batch(row: Any, batch: Int32) -> Any:
         if batch * Int32(held) + Int32(step) < row.rounds:
             one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
             made = settle(row, words[4 * step : 4 * step + 4], one)
+            if cutlass.const_expr(row.config.cluster > 1):
+                made = [word * Uint32(one < row.vectors) for word in made]  # behind a part there may be keys
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = made[word]
     return words
