@@ -57,6 +57,27 @@ def send_v2(
 
 
 @dsl_user_op
+def send_v4(
+    addr: Uint32,
+    a: Uint32,
+    b: Uint32,
+    c: Uint32,
+    d: Uint32,
+    barrier: Uint32,
+    block: Uint32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """`send` of four neighbouring words (16-byte aligned), counting 16 bytes."""
+    text = (
+        "{ .reg .b32 a, b; mapa.shared::cluster.u32 a, $0, $6; mapa.shared::cluster.u32 b, $5, $6;"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$1, $2, $3, $4}, [b]; }"
+    )
+    ptx.asm(text, "r,r,r,r,r,r,r", (), (addr, a, b, c, d, barrier, block), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def _arrived(barrier: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     text = "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0; selp.b32 $0, 1, 0, p; }"
     return ptx.asm(text, "=r,r", (Uint32,), (barrier,), loc=loc, ip=ip)[0]

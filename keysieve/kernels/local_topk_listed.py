@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
+from keysieve.kernels import local_topk_count as counting
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels.local_topk_config import BINS
 
@@ -48,7 +49,7 @@ def find_bound(row: Any, words: Any, n: Int32) -> Uint32:
     if span < Int32(1):
         span = Int32(1)
     count_maxima(row, words, span, Uint32(0), False)
-    digit, above, inside = steps.block_search(row, row.first, n)
+    digit, above, inside = counting.block_search(row, row.first, n)
     bound = Uint32(1)
     if digit > Int32(0):
         bound = Uint32(digit) << Uint32(5)
@@ -212,7 +213,7 @@ def find_threshold(row: Any, words: Any, n: Int32, bound: Uint32, whole: cutlass
             clear_second(row)
             cute.arch.sync_threads()
         count_all(row, words, floor, shift, whole)
-        digit, above, _inside = steps.block_search(row, row.second, n)
+        digit, above, _inside = counting.block_search(row, row.second, n)
         dirty = Boolean(True)
         if shift != Uint32(0):
             floor = Uint32(digit) << Uint32(5)

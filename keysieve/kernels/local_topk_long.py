@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import packed, ptx, scan
+from keysieve.kernels import local_topk_count as counting
 from keysieve.kernels import local_topk_steps as steps
 
 
@@ -50,13 +51,13 @@ def list_vectors(row: Any, n: Int32) -> Int32:
     eights = (row.vectors + Int32(7)) >> Int32(3)
     rounds = (eights + Int32(row.config.threads - 1)) // Int32(row.config.threads)
     first = row.warp * rounds * Int32(32) + row.lane
-    digit, above, inside = steps.block_search(row, row.first, n)
+    digit, above, inside = counting.block_search(row, row.first, n)
     threshold = (Uint32(digit) << Uint32(5)) - Uint32(1)
     need = Int32(0)
     if above + inside > n + (n >> Int32(1)) or above + inside > Int32(row.config.threads * row.config.held):
         for number in cutlass.range(rounds, unroll=1):
-            steps.count_low(row.fine, eight_maxima(row, first + number * Int32(32), eights), Uint32(digit))
-        low, between = steps.find_low(row.fine, n - above, row.lane)
+            counting.count_low(row.fine, eight_maxima(row, first + number * Int32(32), eights), Uint32(digit))
+        low, between = counting.find_low(row.fine, n - above, row.lane)
         threshold = (Uint32(digit) << Uint32(5)) | low
         need = n - above - between
     total = Int32(0)

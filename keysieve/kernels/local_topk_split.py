@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from keysieve.device import exchange_cluster, ptx, scan
+from keysieve.kernels import local_topk_count as counting
 from keysieve.kernels import local_topk_listed as listed
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels.local_topk_config import BINS, LocalMap, LocalTopkConfig
@@ -86,14 +87,14 @@ def send_counts(row: Any, rank: Int32, arrival: Uint32) -> None:
         words = [halves[2 * i] | (halves[2 * i + 1] << Uint32(16)) for i in range(4)]
         place = row.maxima + Uint32(rank) * Uint32(2 * BINS) + Uint32(row.thread) * Uint32(16)
         for block in cutlass.range_constexpr(row.config.cluster):
-            exchange_cluster.send_words(place, words, arrival, Uint32(block))
+            exchange_cluster.send_v4(place, *words, arrival, Uint32(block))
 
 
 @cute.jit
 def find_shared(row: Any, words: Any, n: Int32, rank: Int32) -> Any:
     """(threshold, how many keys equal to it are taken) in the whole row; (0, _) where it was not found."""
     arrivals = row.maxima_end + Uint32(128)
-    top = steps.block_top(row, words)
+    top = counting.block_top(row, words)
     steps.mark(row, 5)
     cute.arch.cluster_wait()
     tell(row, row.maxima_end, top, rank, arrivals + Uint32(_TOPS))
@@ -103,7 +104,7 @@ def find_shared(row: Any, words: Any, n: Int32, rank: Int32) -> Any:
         floor = top - Uint32(BINS - 1)
     for step in cutlass.range_constexpr(row.config.held):
         if Int32(step) < row.rounds:
-            steps.count_near(row.second, words[4 * step : 4 * step + 4], floor)
+            counting.count_near(row.second, words[4 * step : 4 * step + 4], floor)
     cute.arch.sync_threads()
     send_counts(row, rank, arrivals + Uint32(_COUNTS))
     exchange_cluster.receive(arrivals + Uint32(_COUNTS))
@@ -115,7 +116,7 @@ def find_shared(row: Any, words: Any, n: Int32, rank: Int32) -> Any:
             two = ptx.load_shared(lowest + Uint32(2 * BINS * block + 4 * pair))
             counts[2 * pair] = counts[2 * pair] + (two & Uint32(0xFFFF))
             counts[2 * pair + 1] = counts[2 * pair + 1] + (two >> Uint32(16))
-    digit, above = steps.find_counted(row, counts, n)
+    digit, above = counting.find_counted(row, counts, n)
     threshold = (floor + Uint32(digit)) * Uint32(digit >= Int32(0))
     return threshold, n - above
 
