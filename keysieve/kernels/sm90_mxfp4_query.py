@@ -34,9 +34,10 @@ def write_table(table: Uint32) -> None:
     cute.arch.sync_warp()
 
 
-def rounds_at_once(columns: int) -> int:
-    """How often eight columns are loaded before the first are widened: no more than divides them all."""
-    return next(n for n in (4, 3, 2, 1) if columns % (TOGETHER * n) == 0)
+def rounds_at_once(config: Any) -> int:
+    """How often eight columns are loaded before the first are widened: a divisor, and few where that would spill."""
+    most = 4 if config.columns <= 64 and config.next_n <= 4 else 2
+    return next(n for n in range(most, 0, -1) if config.columns % (TOGETHER * n) == 0)
 
 
 def chunk_place(chunk: int, low: Uint32) -> Uint32:
@@ -60,7 +61,7 @@ def widen_queries(
     low = Uint32(lane >> Int32(2))
     mark = Uint32(0)
     fixed = fixed_words(shared.table)
-    many = rounds_at_once(config.columns)
+    many = rounds_at_once(config)
     for first in cutlass.range(0, config.columns, TOGETHER * many, unroll=1):
         loaded = []
         for part in cutlass.range_constexpr(many):

@@ -199,7 +199,7 @@ def test_powers() -> None:
 
 def test_a_request_is_widened_to_its_end_and_no_further() -> None:
     for config in KERNEL.admitted("sm_90a"):
-        step = queries.TOGETHER * queries.rounds_at_once(config.columns)
+        step = queries.TOGETHER * queries.rounds_at_once(config)
         assert config.columns % step == 0, config
 
 
