@@ -2,8 +2,9 @@
 
 What the kernel relies on, and what the property tests of this module hold to the reference:
 
-1. **Held.** A row whose vectors (8 keys) fit the block's registers is selected from directly, as in `models.select`:
-   two histograms give the N-th largest key, all above it are taken and the first equal to it.
+1. **Held.** A row whose vectors (8 keys) fit the block's registers is selected from directly: a histogram of the 2,048
+   values up to the largest key gives the N-th largest one; where it lies lower, its upper 11 bits and then its lower 5
+   are counted. All keys above it are taken, and the first equal to it.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
    keys (point 4 of `models.select`), and they fit the registers.
@@ -16,6 +17,10 @@ What the kernel relies on, and what the property tests of this module hold to th
 4. **Threshold** from a bound. A histogram of the 2,048 values from a floor on, the last bin taking all that lies
    beyond, gives the N-th largest key exactly unless it falls into that last bin. Then the upper 11 bits are counted,
    and the histogram is made again from the lowest value that has the digit found.
+5. **Shared.** A cluster of blocks holds a row in parts. The largest key of all parts, then the sums of their histograms
+   (below it), give every block the same threshold. A block's words begin behind those of lower ones: behind their keys
+   above the threshold and, of the equal ones, as many as are still taken. If the threshold lies lower than the
+   histogram, one block takes the whole row.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from keysieve.models.select import Indices, Keys, take, tops_of
+from keysieve.models.select import Indices, Keys, tops_of
 
 BINS = 2048
 VECTOR = 8
@@ -104,6 +109,43 @@ def find_threshold(keys: Keys, n: int, bound: int) -> tuple[int, int, int]:
             floor, shift = 0, 5
 
 
+def near_threshold(parts: list[Keys], n: int) -> tuple[int, int] | None:
+    """(the `n`-th largest key of all parts, how many equal to it are taken); None if it lies too far below the best."""
+    top = max((int(part.max()) for part in parts if len(part)), default=0)
+    floor = max(top - (BINS - 1), 1)
+    counts = np.zeros(BINS, np.int64)
+    for part in parts:
+        counts += np.bincount(part[part >= floor].astype(np.int64) - floor, minlength=BINS)
+    digit, above = find_digit(counts, n)
+    return None if digit < 0 else (floor + digit, n - above)
+
+
+def held_threshold(keys: Keys, n: int) -> tuple[int, int]:
+    """(the `n`-th largest key, how many equal to it are taken) of the keys that a block holds."""
+    near = near_threshold([keys], n)
+    if near is not None:
+        return near
+    digit, above = find_digit(np.bincount(keys >> 5, minlength=BINS), n)
+    low, between = find_digit(np.bincount(keys[keys >> 5 == digit] & 31, minlength=32), n - above)
+    return digit << 5 | low, n - above - between
+
+
+def best_shared(keys: Keys, n: int, blocks: int) -> list[Indices] | None:
+    """What each of the blocks that share a row of more than `n` keys takes, or None: one takes the row alone."""
+    vectors = -(-len(keys) // VECTOR)
+    share = -(-vectors // blocks) * VECTOR
+    parts = [keys[block * share : (block + 1) * share] for block in range(blocks)]
+    near = near_threshold(parts, n)
+    if near is None:
+        return None
+    threshold, need = near
+    taken, equal = [], 0  # equal: of the parts so far, those that are taken
+    for block, part in enumerate(parts):
+        taken.append(block * share + choose(part, threshold, need - equal))
+        equal = min(equal + int((part == threshold).sum()), need)
+    return taken
+
+
 def choose(keys: Keys, threshold: int, need: int) -> Indices:
     """Indices of the keys above the threshold and of the first `need` equal to it, ascending."""
     equal = np.flatnonzero(keys == threshold)[:need]
@@ -127,11 +169,11 @@ def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
         return np.arange(len(keys))
     vectors = -(-len(keys) // VECTOR)
     if vectors <= shape.threads * shape.held:
-        return take([keys], n)[0]
+        return choose(keys, *held_threshold(keys, n))
     if vectors <= shape.room:
         places = (list_vectors(keys, n, shape.threads * shape.held)[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
         places = places[places < len(keys)]
-        return places[take([keys[places]], n)[0]]
+        return places[choose(keys[places], *held_threshold(keys[places], n))]
     bound = find_bound(keys, n, shape.threads)
     reaching = np.flatnonzero(keys >= bound)
     assert len(reaching) >= n

@@ -137,3 +137,23 @@ def test_pairs_carry_words_tag_and_signature() -> None:
     assert (pairs[:, 1::2] == 9).all()
     assert np.array_equal(pairs[:-1, 0::2].ravel(), np.append(words, 0))
     assert pairs[-1].tolist() == [5 << 16 | 3, 9, 0, 9]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(PALETTES),
+    length=st.integers(2, 6000),
+    n=st.sampled_from((1, 31, 33, 352, 700)),
+    blocks=st.sampled_from((2, 4, 8)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_parts_of_a_shared_row_are_the_row(kind: str, length: int, n: int, blocks: int, seed: int) -> None:
+    keys = key16_of_bits(bits_of(kind, length, seed))
+    if length <= n:
+        return
+    whole = model.best_keys(keys, n, model.DEFAULT)
+    parts = model.best_shared(keys, n, blocks)
+    if parts is None:
+        assert keys.max() - np.sort(keys)[-n] >= model.BINS, "the threshold was within reach"
+    else:
+        assert np.array_equal(np.concatenate(parts), whole)
