@@ -24,18 +24,26 @@ from keysieve.device import ptx, scan
 from keysieve.kernels import schedule
 
 
-def home_of(requests: Int32, block: Int32, blocks: Int32) -> tuple[Int32, Int32, Int32]:
-    """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request."""
-    place = Int32(Uint32(block) // Uint32(requests))
+def reciprocal(requests: Int32) -> Int32:
+    """By what `home_of` and `at_home` multiply instead of dividing by few requests: exact for fewer than 2,048 blocks.
+
+    A block's first load waits for it, so whoever launches passes it rather than let every block divide.
+    """
+    return Int32((Uint32(requests) + Uint32(0xFFFFF)) // Uint32(requests))
+
+
+def home_of(requests: Int32, block: Int32, blocks: Int32, over: Any = None) -> tuple[Int32, Int32, Int32]:
+    """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request. over: the reciprocal of
+    the requests, if it is known."""
+    over = reciprocal(requests) if over is None else over
+    place = (block * over) >> Int32(20)
     request = block - place * requests
-    every = Int32(Uint32(blocks) // Uint32(requests))
-    step = every + Int32(request < blocks - every * requests)
-    return request, place, step
+    return request, place, at_home(request, requests, blocks, over)
 
 
-def at_home(request: Int32, requests: Int32, blocks: Int32) -> Int32:
-    """Blocks below `blocks` that are at home in `request`."""
-    every = Int32(Uint32(blocks) // Uint32(requests))
+def at_home(request: Int32, requests: Int32, blocks: Int32, over: Any = None) -> Int32:
+    """Blocks below `blocks` that are at home in `request`. over: as for `home_of`."""
+    every = (blocks * (reciprocal(requests) if over is None else over)) >> Int32(20)
     return every + Int32(request < blocks - every * requests)
 
 
@@ -128,11 +136,12 @@ def publish(
     blocks: Int32,
     lane: Int32,
     most: cutlass.Constexpr[int],
+    over: Any = None,
 ) -> Any:
     """The same warp writes both tables; returns (first, last) of the block's range of the rest.
 
     The warp may read what it wrote at once; others after a barrier. each, mine: as `read_lengths` returned them. total:
-    tiles in all. home_tiles: of this block, `rounds` having been granted.
+    tiles in all. home_tiles: of this block, `rounds` having been granted. over: as for `home_of`.
     """
     first_request = lane * each
     last_request = least(first_request + each, requests)
@@ -140,9 +149,9 @@ def publish(
     below = Int32(0)
     for request in cutlass.range(first_request, last_request, unroll=1):
         tiles = schedule.tiles_before(rest, request)
-        step = at_home(request, requests, blocks)
+        step = at_home(request, requests, blocks, over)
         rests = rests + tiles - least(tiles, step * rounds)
-        below = below + homes_below(tiles, at_home(request, requests, block), step, rounds, most)
+        below = below + homes_below(tiles, at_home(request, requests, block, over), step, rounds, most)
     before = scan.warp_inclusive(mine, lane) - mine
     rest_before = scan.warp_inclusive(rests, lane) - rests
     below = scan.warp_sum(below)
@@ -154,7 +163,7 @@ def publish(
         ptx.store_shared(prefix + place, Uint32((before << Int32(1)) | half))
         ptx.store_shared(rest + place, Uint32(rest_before << Int32(1)))
         before = before + tiles
-        rest_before = rest_before + tiles - least(tiles, at_home(request, requests, blocks) * rounds)
+        rest_before = rest_before + tiles - least(tiles, at_home(request, requests, blocks, over) * rounds)
     if lane == Int32(0):
         end = Uint32(requests) * Uint32(4)
         ptx.store_shared(prefix + end, Uint32(total << Int32(1)))

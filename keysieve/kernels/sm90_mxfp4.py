@@ -13,6 +13,7 @@ from cutlass import AddressSpace, Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from keysieve.device import ptx
+from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, shape_of, smem_map
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
 from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
@@ -115,6 +116,7 @@ class Mxfp4Kernel(ScoreKernel):
             limit,
             skip,
             capacity,
+            homes.reciprocal(requests),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.shape.threads, 1, 1),

@@ -2,10 +2,10 @@
 
     logit[row, key] = bf16( scale[key] * sum over heads of max(query[row, head] . key, 0) * weight[row, head] )
 
-One block per SM. Warps 0 .. 4 * groups - 1 are consumers (`sm90_score_math`), one warpgroup per tile; in the last
-warpgroup one warp streams key tiles and one streams queries, weights and lengths (`sm90_score_load`). The work is cut
-by `schedule`. Shared memory is mapped by `sm90_score_config.smem_map`; a page lies there as its 8,448 bytes, 64 rows of
-keys and two rows of scale words, brought by one tensor copy with the 128-byte swizzle that the matrix unit reads.
+One block per SM, or two smaller ones. Warps 0 .. 4 * groups - 1 are consumers (`sm90_score_math`), one warpgroup per
+tile; behind them one warp streams key tiles and one streams queries, weights and lengths (`sm90_score_feed`). The work
+is cut by `schedule`. Shared memory is mapped by `sm90_score_config.smem_map`; a page lies there as its 8,448 bytes, 64
+rows of keys and two rows of scale words, brought by one tensor copy with the 128-byte swizzle of the matrix unit.
 
 Barriers: `key_full[s]` one arrival (the producer's, with the bytes), `key_empty[s]` one per warp of the warpgroup that
 takes the tile; `query_full[s]` two arrivals (announcement of the copy; weights and lengths written), `query_empty[s]`
@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule, score_trace
+from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.score_frame import Frame
 from keysieve.kernels.sm90_score_config import (
     HOME_ROUNDS,
@@ -56,6 +57,7 @@ class Shared:
         self.places = places
         self.base = base
         self.trace: Any = None
+        self.over: Any = None
         origin = ptx.smem_addr(base)
         self.keys = origin + Uint32(places.keys)
         self.query = origin + Uint32(places.query)
@@ -127,8 +129,8 @@ class ScoreKernel(Frame):
 
         page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of
         pitched logits. pages: of the pool. limit: longest usable length. skip: requests whose longest row is at most
-        this are not scored. capacity: tiles the compact buffer holds for every row of a request. blocks: the grid.
-        tops: for pitched logits, which have none, the sharding word in their place.
+        this are not scored. capacity: tiles the compact buffer holds for every row of a request. blocks: of the grid,
+        were there one a multiprocessor. tops: for pitched logits, which have none, the sharding word in their place.
         """
         config = self.config
         stride = cute.assume(page_stride, divby=16)
@@ -166,8 +168,9 @@ class ScoreKernel(Frame):
             limit,
             skip,
             capacity,
+            homes.reciprocal(requests),
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(blocks * Int32(self.shape.per_sm), 1, 1),
             block=(self.shape.threads, 1, 1),
             stream=stream,
             use_pdl=use_pdl,
@@ -195,6 +198,7 @@ class ScoreKernel(Frame):
         limit: Int32,
         skip: Int32,
         capacity: Int32,
+        over: Int32,
     ) -> None:
         shape = self.shape
         thread, _, _ = cute.arch.thread_idx()
@@ -204,6 +208,7 @@ class ScoreKernel(Frame):
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
         shared = self.shared_memory(base)
         shared.trace = starts
+        shared.over = over
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
         score_trace.place(self, shared, warp == self.key_warp)
         led = Int32(requests <= Int32(schedule.few(self.config.next_n)))
@@ -214,7 +219,7 @@ class ScoreKernel(Frame):
         raw = Int32(0)
         page = Int32(0)
         if warp == self.key_warp and led != Int32(0):
-            raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks)
+            raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks, over)
         self.begin(shared, key_copy, row_copy, warp)
         if led == Int32(0):
             self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)

@@ -23,6 +23,9 @@ FORMAT_NAMES = ("fp8_fp32", "fp8_ue8m0")
 PAGE_SLOT = 9216
 """Shared bytes one page takes: 8,448 (64 x 128 key bytes, then 64 scale words) rounded up to the swizzle's 1,024."""
 
+RESERVED_SHARED = 1024
+"""Shared bytes that the system takes beside each block's own."""
+
 REGISTER_FILE = 65536
 WARPGROUP = 128
 
@@ -57,7 +60,8 @@ class ScoreShape:
     registers for all tiles of a request; else they are read from shared memory for every product. ahead: products a
     warpgroup has in flight, 1 or 2, each with accumulators of its own.
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
-    warpgroup must take part). trace: write times instead of `starts` (see `score_trace`).
+    warpgroup must take part). trace: write times instead of `starts` (see `score_trace`). per_sm: blocks that share a
+    multiprocessor; its shared memory and registers must hold them all.
     """
 
     groups: int = 3
@@ -70,6 +74,7 @@ class ScoreShape:
     evict_first: bool = True
     producer_warps: int = 4
     trace: bool = False
+    per_sm: int = 1
 
     def __post_init__(self) -> None:
         if self.stages % self.groups:
@@ -145,6 +150,8 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
     if (config.heads, config.next_n) in CROWDED:
         shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
+    elif config.columns <= 32:  # two blocks start and refill faster than one of as many stages
+        shape = ScoreShape(groups=2, stages=4, query_stages=2, resident=True, producer_warps=2, per_sm=2)
     elif config.columns <= 64:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
     elif config.columns <= 128:
@@ -166,7 +173,7 @@ def fitted(config: ScoreConfig, shape: ScoreShape) -> ScoreShape:
     stages = shape.stages // shape.groups * shape.groups
     while stages > shape.groups:
         tried = replace(shape, stages=stages)
-        if smem_map(config, tried).total <= MAX_BLOCK_SHARED:
+        if shape.per_sm * (smem_map(config, tried).total + RESERVED_SHARED) <= MAX_BLOCK_SHARED + RESERVED_SHARED:
             return tried
         stages -= shape.groups
     return replace(shape, stages=shape.groups)

@@ -152,6 +152,7 @@ def ask_ahead(
     limit: Int32,
     block: Int32,
     blocks: Int32,
+    over: Any = None,
 ) -> Any:
     """With few requests, before anything else: (the first length of the lane's first request, as it stands in memory;
     the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet."""
@@ -161,7 +162,7 @@ def ask_ahead(
     raw = Int32(0)
     if mine < requests:
         raw = raw_length(lens, Int64(mine) * Int64(4 * next_n))
-    request, place, step = homes.home_of(requests, block, blocks)
+    request, place, step = homes.home_of(requests, block, blocks, over)
     page = Int32(0)
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
     if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
@@ -213,7 +214,7 @@ def stream_keys(
     faults = Int32(0)
     cursor = Int32(0)
     last = Int32(0)
-    request, place, step = homes.home_of(requests, block, blocks)
+    request, place, step = homes.home_of(requests, block, blocks, getattr(shared, "over", None))
     led = Int32(requests <= Int32(schedule.few(kernel.config.next_n)))  # the first request needs no order
     waiting = led
     if waiting != Int32(0):
@@ -263,6 +264,7 @@ def stream_keys(
                 blocks,
                 lane,
                 kernel.home_rounds,
+                getattr(shared, "over", None),
             )
             cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
@@ -314,7 +316,7 @@ def stream_queries(
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
-    request, _place, _step = homes.home_of(requests, block, blocks)
+    request, _place, _step = homes.home_of(requests, block, blocks, getattr(shared, "over", None))
     led = Int32(requests <= Int32(schedule.few(config.next_n)))  # the first request needs no order
     waiting = led
     sequence = Int32(0)
