@@ -28,14 +28,12 @@ def test_the_factor_divides_by_the_interleave(interleave: int, index: int) -> No
 @pytest.mark.parametrize("topk", [1, 64, 512, 2048, 4096])
 def test_default_lists_fit_the_registers(world: int, topk: int) -> None:
     """Lists of the default N do for every K up to 4,096; shared memory has room for what the registers hold."""
-    n = min(default_topn(topk, world), topk)
-    for planes in (1, 3):
-        config = merge_config(world, candidate_words(n, planes), topk, True)
-        assert config in list(MERGE.admitted("sm_90a"))
-        assert config.rounds in ROUNDS
-        chunks = -(-(-(-candidate_words(n, planes) // 2) + 1) // 32) * world
-        assert chunks <= WARPS * config.rounds
-        assert config.held >= world * (candidate_words(n, planes) + 1)
+    words = candidate_words(min(default_topn(topk, world), topk), 1)
+    config = merge_config(world, words, topk, True)
+    assert config in list(MERGE.admitted("sm_90a"))
+    assert config.rounds in ROUNDS
+    assert -(-(-(-words // 2) + 1) // 32) * world <= WARPS * config.rounds
+    assert config.held >= world * (words + 1)
 
 
 def test_long_lists_are_read_again() -> None:
