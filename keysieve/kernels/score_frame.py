@@ -16,7 +16,7 @@ class Work:
     table_stride: entries between table rows. pitch: elements between rows of pitched logits. tops: for pitched logits,
     which have none, the sharding word in their place. pages: of the pool. limit: longest usable length. skip: requests
     whose longest row is at most this are not scored. capacity: tiles the compact buffer holds for every row of a
-    request.
+    request. over: `schedule_homes.reciprocal` of the requests.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Work:
         limit: Int32,
         skip: Int32,
         capacity: Int32,
+        over: Int32,
     ) -> None:
         self.weights = weights
         self.lens = lens
@@ -50,6 +51,7 @@ class Work:
         self.limit = limit
         self.skip = skip
         self.capacity = capacity
+        self.over = over
 
     def __extract_mlir_values__(self) -> list[Any]:
         return [value for number in vars(self).values() for value in cutlass.extract_mlir_values(number)]

@@ -40,6 +40,7 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import ptx, tcgen05
 from keysieve.device.paged import page_base
 from keysieve.kernels import schedule, sm100_score_feed
+from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS, PAGES_PER_TILE, chunks_of
 from keysieve.kernels.score_frame import Frame, Work
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
@@ -74,6 +75,7 @@ class Shared:
         self, base: Any, places: SmemMap, shape: ScoreShape, keys: Int64, page_stride: Int64, query_words: Int64
     ) -> None:
         self.base = base
+        self.over: Any = None
         origin = ptx.smem_addr(base)
         self.origin = origin
         self.scales = origin + Uint32(places.scales)
@@ -190,6 +192,7 @@ class ScoreKernel(Frame):
                 limit,
                 skip,
                 capacity,
+                homes.reciprocal(requests),
             ),
         ).launch(
             grid=(blocks, 1, 1),
@@ -218,6 +221,7 @@ class ScoreKernel(Frame):
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
         scale_source = keys + Int64(self.config.format.scale_offset)
         shared = Shared(base, self.places, self.shape, scale_source, page_stride, words)
+        shared.over = work.over
         self.begin(shared, key_copy, row_copy, warp)
         ptx.grid_wait()
         ptx.grid_launch_dependents()
@@ -231,7 +235,7 @@ class ScoreKernel(Frame):
             page = Int32(0)
             if led != Int32(0):
                 raw, page = ask_ahead(
-                    self, lengths, work.table, work.table_stride, work.requests, work.limit, block, blocks
+                    self, lengths, work.table, work.table_stride, work.requests, work.limit, block, blocks, work.over
                 )
             stream_keys(
                 self,

@@ -128,6 +128,7 @@ class Device:
             scale_source=KEYS_AT + form.scale_offset,
             page_stride=stride,
             query_words=WORDS_AT,
+            over=self.feed["reciprocal"](len(case.tiles)),
             **self._barriers(shape),
         )
         self.code["ptx"].store_shared(at["tensor"], 0)  # the allocation begins at column 0
@@ -169,7 +170,7 @@ class Device:
         lens, limit, skip = feed["lengths_of"](config.layout, LENS_AT, self.sharding), PAGE * width, 0
         asked = (0, 0)
         if self.led:
-            asked = feed["ask_ahead"](self.kernel, lens, TABLE_AT, width, requests, limit, *self.cut)
+            asked = feed["ask_ahead"](self.kernel, lens, TABLE_AT, width, requests, limit, *self.cut, self.shared.over)
         pool = ByNumber(lambda page: case.pages[page][: config.format.scale_offset].reshape(PAGE, config.row_bytes))
         ring = ByNumber(
             lambda slot: self.unit.origin + key_tile(self.kernel.places, slot // 2) + slot % 2 * PAGE * config.row_bytes
