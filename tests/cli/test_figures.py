@@ -105,6 +105,20 @@ def test_peers_that_were_not_measured_have_no_legend(checkout: Path) -> None:
     assert named == any(figures.DETERMINISTIC in line["peers"] for line in used)
 
 
+def test_cases_of_equal_limits_are_always_drawn_in_the_same_order(checkout: Path) -> None:
+    """Else two runs over the same records draw different pictures, whose differences say nothing."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    measured = report.read(sorted((checkout / "docs" / "measurements").glob("*.jsonl")))
+    axes = Figure().subplots()
+    used = figures.by_batch(measured, axes)
+    steps = {line["case"]: line["limit_us"] for line in used if line["op"] == "step"}
+    assert len(set(steps.values())) < len(steps), "no two limits are equal: the case says nothing"
+    drawn = [label.get_text() for label in axes.get_xticklabels()]
+    assert drawn == sorted(steps, key=lambda case: (steps[case], case))
+
+
 def test_rows_that_all_need_a_second_round_are_another_measurement(checkout: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     from matplotlib.figure import Figure
