@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from keysieve.device import packed, ptx, report
-from keysieve.kernels import exchange_select as choose
+from keysieve.kernels import exchange_lists as row_lists
 from keysieve.kernels import exchange_words as arrival
 
 CHUNK_PAIRS = 32
@@ -39,6 +39,7 @@ class Share:
         self.warp = lists.thread >> Int32(5)
         self.sources, self.pairs = sources, pairs
         self.length = length  # entries of a round's list
+        self._bits = (lists, sources, pairs, length)
 
     def __extract_mlir_values__(self) -> list[Any]:
         return []
@@ -50,6 +51,11 @@ class Share:
         """Index in its list of word `half` of this thread."""
         return self.pairs[half // 2] * Int32(2) + Int32(half % 2)
 
+    @property
+    def entries(self) -> Any:
+        """Bit h set where word h of this thread is an entry, perhaps an empty one."""
+        return entry_bits(*self._bits)
+
     def has(self, part: int) -> Any:
         """Is there a list in round `part`?"""
         return self.sources[part] < self.lists.world
@@ -57,6 +63,17 @@ class Share:
     def mine(self, part: int) -> Any:
         """Is it this rank's own list?"""
         return self.sources[part] == self.lists.rank
+
+
+@cute.jit
+def entry_bits(lists: Any, sources: Any, pairs: Any, length: Any) -> Uint32:
+    """`entries` of a share."""
+    entries = Uint32(0)
+    for part in cutlass.range_constexpr(len(sources)):
+        here = Uint32(sources[part] < lists.world)
+        entries = entries | ((here * Uint32(pairs[part] * Int32(2) < length[part])) << Uint32(2 * part))
+        entries = entries | ((here * Uint32(pairs[part] * Int32(2) + Int32(1) < length[part])) << Uint32(2 * part + 1))
+    return entries
 
 
 @cute.jit
@@ -153,8 +170,10 @@ def missing(share: Any, got: Any, wanted: Uint32, tag: Uint32) -> Uint32:
 
 
 @cute.jit
-def accept(share: Any, wait: Any, got: Any, wanted: Uint32, slots: Int64, max_rows: Int32, row: Int32) -> Any:
-    """This thread's words once every tag is the call's; all words are held in shared memory, entries returned."""
+def accept(
+    share: Any, wait: Any, got: Any, wanted: Uint32, slots: Int64, max_rows: Int32, row: Int32, wide: Any
+) -> Any:
+    """This thread's words once every tag is the call's: entries, 0 for others. wide: all are held in shared memory."""
     lists = share.lists
     left = missing(share, got, wanted, wait.tag)
     stage = Uint32(report.STAGE_WORDS)
@@ -179,11 +198,10 @@ def accept(share: Any, wait: Any, got: Any, wanted: Uint32, slots: Int64, max_ro
             fault = Uint32(1 << part)
     if fault != Uint32(0):
         complain(share, wait, got, fault, stage)
-    words = [Uint32(0) for _ in range(2 * share.rounds)]
-    for part in cutlass.range_constexpr(share.rounds):
-        if (wanted & Uint32(1 << part)) != Uint32(0):
-            words[2 * part], words[2 * part + 1] = hold(share, part, got[4 * part], got[4 * part + 2])
-    return words
+    words = [got[2 * half] for half in range(2 * share.rounds)]
+    if wide:
+        hold(share, words)
+    return entries_of(share, words)
 
 
 @cute.jit
@@ -207,29 +225,32 @@ def complain(share: Any, wait: Any, got: Any, fault: Uint32, stage: Uint32) -> N
 
 
 @cute.jit
-def hold(share: Any, part: int, w0: Uint32, w1: Uint32) -> Any:
-    """A round's words into shared memory, but for the signature; those that are entries are returned, others as 0."""
+def hold(share: Any, words: Any) -> None:
+    """This thread's words into shared memory, but for signatures."""
     lists = share.lists
-    pair = share.pairs[part]
-    if pair < lists.pairs - Int32(1):
-        place = lists.held + Uint32(share.sources[part] * lists.pitch) * Uint32(4)
-        packed.store_shared_v2(place + Uint32(pair) * Uint32(8), w0, w1)
-    return w0 * Uint32(pair * Int32(2) < lists.n), w1 * Uint32(pair * Int32(2) + Int32(1) < lists.n)
+    for part in cutlass.range_constexpr(share.rounds):
+        if share.has(part) and share.pairs[part] < lists.pairs - Int32(1):
+            place = lists.held + Uint32(share.sources[part] * lists.pitch) * Uint32(4)
+            place = place + Uint32(share.pairs[part]) * Uint32(8)
+            packed.store_shared_v2(place, words[2 * part], words[2 * part + 1])
+
+
+def entries_of(share: Any, words: Any) -> Any:
+    """The words that are entries, 0 in place of others."""
+    return [word * ((share.entries >> Uint32(half)) & Uint32(1)) for half, word in enumerate(words)]
 
 
 @cute.jit
 def take_plain(share: Any, words_at: Int64, source_stride: Int64, row_stride: Int64, row: Int32) -> Any:
-    """This thread's words of lists in ordinary memory, held and returned as by `accept`."""
+    """This thread's words of lists in ordinary memory, all held; entries are returned as by `accept`."""
     lists = share.lists
     got = [Uint32(0) for _ in range(2 * share.rounds)]
     for half in cutlass.range_constexpr(2 * share.rounds):
         if share.has(half // 2) and share.index(half) < lists.words:
             address = words_at + (Int64(share.sources[half // 2]) * source_stride + Int64(row) * row_stride) * Int64(4)
             got[half] = ptx.load(address + Int64(share.index(half)) * Int64(4), Uint32)
-    for part in cutlass.range_constexpr(share.rounds):
-        if share.has(part) and share.pairs[part] < lists.pairs - Int32(1):
-            got[2 * part], got[2 * part + 1] = hold(share, part, got[2 * part], got[2 * part + 1])
-    return got
+    hold(share, got)
+    return entries_of(share, got)
 
 
 # ------------------------------------------------------------------------------------------------- second lists
@@ -255,9 +276,7 @@ def load_second(share: Any) -> Any:
                     if share.index(2 * part + side) < share.length[part]:
                         at = address + Int64(share.index(2 * part + side)) * Int64(4)
                         words[2 * part + side] = ptx.load(at, Uint32, "relaxed", "sys")
-    for half in cutlass.range_constexpr(2 * share.rounds):
-        words[half] = words[half] * Uint32(share.index(half) < share.length[half // 2])
-    return words
+    return entries_of(share, words)
 
 
 # ------------------------------------------------------------------------------------------------- ids
@@ -277,7 +296,7 @@ def upper_bits(share: Any, wide: Any) -> Any:
                 groups = (entries + Int32(31)) >> Int32(5)
                 for plane in cutlass.range(lists.planes, unroll=1):
                     place = entries + plane * groups + (index >> Int32(5))
-                    bits = choose.read_word(lists, share.sources[part], place) >> (Uint32(index) & Uint32(31))
+                    bits = row_lists.read_word(lists, share.sources[part], place) >> (Uint32(index) & Uint32(31))
                     both = (bits & Uint32(1)) | ((bits & Uint32(2)) << Uint32(15))
                     uppers[part] = uppers[part] | (both << Uint32(plane))
     return uppers
@@ -292,4 +311,4 @@ def local_of(word: Uint32, uppers: Any, half: int) -> Uint32:
 
 def id_of(share: Any, word: Uint32, uppers: Any, half: int) -> Uint32:
     """Global position of a live entry."""
-    return choose.global_position(share.lists, share.sources[half // 2], local_of(word, uppers, half))
+    return row_lists.global_position(share.lists, share.sources[half // 2], local_of(word, uppers, half))

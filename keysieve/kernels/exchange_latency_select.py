@@ -15,8 +15,9 @@ from cutlass import Boolean, Int32, Uint32
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import exchange_latency as arrival
-from keysieve.kernels import exchange_select as choose
-from keysieve.kernels.exchange_select import FOUND_CUT, FOUND_TIES, ID_MAX, find_bin
+from keysieve.kernels import exchange_lists as row_lists
+from keysieve.kernels.exchange_lists import FOUND_CUT, FOUND_TIES, ID_MAX
+from keysieve.kernels.exchange_select import find_bin
 
 FEW = 128
 """Equal keys up to which they are ranked against each other, a warp for each; more are selected by digits of ids."""
@@ -25,13 +26,15 @@ _LOW_BINS = 32
 
 
 @cute.jit
-def find_range(share: Any, words: Any) -> Any:
-    """Largest and smallest key of the block's live entries; 0, 0 if there are none. A block barrier, which also shows
-    all held words."""
+def count_keys(share: Any, words: Any) -> Any:
+    """Largest and smallest key of the block's live entries, 0 and 0 if there are none; all counted by their lower 11
+    bits. The histogram is clear: a block barrier lies behind `clear`. One block barrier."""
     lists = share.lists
     most = Uint32(0)  # largest key, and 0xFFFF less the smallest
     for half in cutlass.range_constexpr(2 * share.rounds):
         key = words[half] >> Uint32(16)
+        if key != Uint32(0):
+            scan.histogram_add(lists.high, key & Uint32(row_lists.BINS - 1))
         both = (key | ((Uint32(0xFFFF) - key) << Uint32(16))) * Uint32(key != Uint32(0))
         most = ptx.max_u16x2(most, both)
     top = scan.warp_max_u32(most & Uint32(0xFFFF))
@@ -48,21 +51,25 @@ def find_range(share: Any, words: Any) -> Any:
 
 
 @cute.jit
-def find_threshold(share: Any, words: Any, top: Uint32, bottom: Uint32) -> Any:
-    """(threshold key, keys of it that are taken, keys equal to it); threshold 0 takes everything. top, bottom: of
-    `find_range`. The histograms are clear."""
+def search_counted(share: Any, words: Any, top: Uint32, bottom: Uint32) -> Any:
+    """(threshold key, keys of it that are taken, keys equal to it) from what `count_keys` left; threshold 0 takes
+    everything."""
     lists = share.lists
     shift = Uint32(0)
-    span = (top - bottom) >> Uint32(11)
-    if span != Uint32(0):
-        shift = packed.highest_bit(span) + Uint32(1)
-    for half in cutlass.range_constexpr(2 * share.rounds):
-        if words[half] != Uint32(0):
-            scan.histogram_add(lists.high, ((words[half] >> Uint32(16)) - bottom) >> shift)
-    cute.arch.sync_threads()
-    choose.note_clock(lists, 5)
-    digit, above, equal = find_bin(lists, lists.k)
-    threshold = bottom + (digit << shift)
+    upper = top | Uint32(3)
+    if upper - bottom >= Uint32(row_lists.BINS):  # bins have several keys: they are counted again, by distance
+        upper = Uint32(row_lists.BINS - 1)
+        shift = packed.highest_bit((top - bottom) | Uint32(row_lists.BINS)) - Uint32(10)
+        row_lists.clear_high(lists)
+        cute.arch.sync_threads()
+        for half in cutlass.range_constexpr(2 * share.rounds):
+            if words[half] != Uint32(0):
+                scan.histogram_add(lists.high, ((words[half] >> Uint32(16)) - bottom) >> shift)
+        cute.arch.sync_threads()
+    digit, above, equal = find_bin(lists, lists.k, upper)
+    threshold = digit
+    if shift != Uint32(0):
+        threshold = bottom + (digit << shift)
     need = lists.k - above
     if need > equal:  # fewer than K entries are live
         threshold = Uint32(0)
@@ -86,6 +93,22 @@ def find_threshold(share: Any, words: Any, top: Uint32, bottom: Uint32) -> Any:
 
 
 @cute.jit
+def id_at(share: Any, words: Any, uppers: Any, half: Int32) -> Uint32:
+    """Global position of this thread's live entry `half`, known at run time."""
+    word = words[0]
+    upper = uppers[0]
+    source = share.sources[0]
+    for other in cutlass.range_constexpr(1, 2 * share.rounds):
+        if half == Int32(other):
+            word = words[other]
+            upper = uppers[other // 2]
+            source = share.sources[other // 2]
+    upper = upper >> (Uint32(half & Int32(1)) << Uint32(4))
+    local = ((word & Uint32(0xFFFF)) ^ Uint32(0xFFFF)) | (upper << Uint32(16))
+    return row_lists.global_position(share.lists, source, local)
+
+
+@cute.jit
 def choose_entries(share: Any, words: Any, uppers: Any, found: Any, length: Int32) -> Uint32:
     """Bit h set where this thread's entry h is among the K best. length: above every id."""
     threshold, need, equal = found
@@ -103,10 +126,12 @@ def choose_entries(share: Any, words: Any, uppers: Any, found: Any, length: Int3
             digit_many(share, words, uppers, same, need, length)
         cute.arch.sync_threads()
         cut = ptx.load_shared(share.lists.note(FOUND_CUT))
-        if same != Uint32(0):
-            for half in cutlass.range_constexpr(2 * share.rounds):
-                if arrival.id_of(share, words[half], uppers, half) > cut:
-                    same = same & Uint32(0xFFFFFFFF ^ (1 << half))
+        left = same
+        while left != Uint32(0):
+            half = packed.lowest_bit(left)
+            left = left & (left - Uint32(1))
+            if id_at(share, words, uppers, half) > cut:
+                same = same ^ (Uint32(1) << Uint32(half))
     return chosen | same
 
 
@@ -116,18 +141,19 @@ def rank_few(share: Any, words: Any, uppers: Any, same: Uint32, need: Int32) -> 
     each."""
     lists = share.lists
     if same != Uint32(0):
-        place = ptx.atom_shared(lists.note(FOUND_TIES), Uint32(cute.arch.popc(same)), "add")
-        for half in cutlass.range_constexpr(2 * share.rounds):
-            if (same & Uint32(1 << half)) != Uint32(0):
-                ptx.store_shared(lists.ties + place * Uint32(4), arrival.id_of(share, words[half], uppers, half))
-                place = place + Uint32(1)
+        place = lists.ties + ptx.atom_shared(lists.note(FOUND_TIES), Uint32(cute.arch.popc(same)), "add") * Uint32(4)
+        left = same
+        while left != Uint32(0):
+            ptx.store_shared(place, id_at(share, words, uppers, packed.lowest_bit(left)))
+            left = left & (left - Uint32(1))
+            place = place + Uint32(4)
     cute.arch.sync_threads()
     ties = Int32(ptx.load_shared(lists.note(FOUND_TIES)))
     others = [Uint32(ID_MAX) for _ in range(FEW // 32)]
     for part in cutlass.range_constexpr(FEW // 32):
         if share.lane + Int32(32 * part) < ties:
             others[part] = ptx.load_shared(lists.ties + Uint32(share.lane + Int32(32 * part)) * Uint32(4))
-    for tie in cutlass.range(share.warp, ties, lists.config.threads // 32, unroll=1):
+    for tie in cutlass.range(lists.thread >> Int32(5), ties, lists.config.threads // 32, unroll=1):
         mine = ptx.load_shared(lists.ties + Uint32(tie) * Uint32(4))
         smaller = Int32(0)
         for part in cutlass.range_constexpr(FEW // 32):
@@ -149,7 +175,7 @@ def digit_many(share: Any, words: Any, uppers: Any, same: Uint32, need: Int32, l
     searching = Boolean(True)
     while searching:
         cute.arch.sync_threads()
-        choose.clear_high(lists)
+        row_lists.clear_high(lists)
         cute.arch.sync_threads()
         for half in cutlass.range_constexpr(2 * share.rounds):
             one = arrival.id_of(share, words[half], uppers, half)
@@ -157,7 +183,7 @@ def digit_many(share: Any, words: Any, uppers: Any, same: Uint32, need: Int32, l
                 digit = (one >> shift) & ((Uint32(1) << (before - shift)) - Uint32(1))
                 scan.histogram_add(lists.high, Uint32(2047) - digit)  # the largest bin is found first
         cute.arch.sync_threads()
-        reverse, above, _equal = find_bin(lists, left)
+        reverse, above, _equal = find_bin(lists, left, Uint32(row_lists.BINS - 1))
         left = left - above
         prefix = (prefix << (before - shift)) | (Uint32(2047) - reverse)
         searching = shift != Uint32(0)
@@ -176,20 +202,16 @@ def count_chosen(share: Any, chosen: Uint32) -> Any:
     own = Uint32(0)
     refused = Uint32(0)
     for part in cutlass.range_constexpr(share.rounds):
-        if share.mine(part):
-            own = own | Uint32(3 << (2 * part))
-        for side in cutlass.range_constexpr(2):
-            half = 2 * part + side
-            inside = share.has(part) and share.index(half) < share.length[part]
-            if inside and ((chosen >> Uint32(half)) & Uint32(1)) == Uint32(0):
-                refused = refused | (Uint32(1) << Uint32(share.sources[part]))
+        left = ((share.entries & (chosen ^ Uint32(0xFFFFFFFF))) >> Uint32(2 * part)) & Uint32(3)
+        own = own | (Uint32(share.mine(part)) * Uint32(3 << (2 * part)))
+        refused = refused | (Uint32(left != Uint32(0)) << Uint32(share.sources[part] & Int32(31)))
     both = Int32(cute.arch.popc(chosen)) | (Int32(cute.arch.popc(chosen & own)) << Int32(16))
     both = scan.warp_sum(both)
     refused = Uint32(cute.arch.warp_redux_sync(refused, "or"))
     if share.lane == Int32(0):
         packed.store_shared_v2(lists.sums + Uint32(share.warp) * Uint32(8), Uint32(both), refused)
     cute.arch.sync_threads()
-    choose.note_clock(lists, 8)
+    row_lists.note_clock(lists, 8)
     word = Uint32(0)
     refused = Uint32(0)
     if share.lane < Int32(lists.config.threads // 32):

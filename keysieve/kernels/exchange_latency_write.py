@@ -7,21 +7,35 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import ptx
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels import exchange_latency as arrival
 from keysieve.kernels import exchange_latency_select as search
-from keysieve.kernels import exchange_select as choose
-from keysieve.kernels.exchange_select import FOUND_THRESHOLD
+from keysieve.kernels import exchange_lists as row_lists
+from keysieve.kernels.exchange_lists import FOUND_THRESHOLD
+
+
+@dsl_user_op
+def _store_if(flag: Uint32, addr: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    text = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.global.b32 [$1], $2; }"
+    ptx.asm(text, "r,l,r", (), (flag, addr, value), loc=loc, ip=ip)
+
+
+def store_if(flag: Any, addr: Int64, value: Int32) -> None:
+    """Store a word where the flag is set: no branch."""
+    _store_if(Uint32(flag), addr, value)
 
 
 @cute.jit
 def fill(lists: Any, row: Int32, out: Int64, out_stride: Int64) -> None:
     """-1 into the whole row of `out`: while words are on their way."""
     line = out + Int64(row) * out_stride * Int64(4)
-    for index in cutlass.range(lists.thread, lists.k, lists.config.threads, unroll=4):
-        ptx.store(line + Int64(index) * Int64(4), Int32(-1))
+    line = line + Int64(lists.thread) * Int64(4)
+    for step in cutlass.range_constexpr(lists.config.k_class // lists.config.threads):
+        first = step * lists.config.threads
+        store_if(lists.thread + Int32(first) < lists.k, line + Int64(4 * first), Int32(-1))
 
 
 @cute.jit
@@ -70,12 +84,12 @@ def write_own(
             spot = place + Int32(cute.arch.popc(evens & below)) + Int32(cute.arch.popc(odds & below))
             for side in cutlass.range_constexpr(2):
                 half = 2 * part + side
-                if ((chosen >> Uint32(half)) & Uint32(1)) != Uint32(0):
-                    value = Int32(arrival.local_of(words[half], uppers, half))
-                    if table != Int64(0):
-                        value = physical_row(entries[half], value, page_log2, block_rows)
-                    ptx.store(line + Int64(spot) * Int64(4), value)
-                    spot = spot + Int32(1)
+                taken = (chosen >> Uint32(half)) & Uint32(1)
+                value = Int32(arrival.local_of(words[half], uppers, half))
+                if table != Int64(0):
+                    value = physical_row(entries[half], value, page_log2, block_rows)
+                store_if(taken != Uint32(0), line + Int64(spot) * Int64(4), value)
+                spot = spot + Int32(taken)
             place = place + Int32(cute.arch.popc(evens)) + Int32(cute.arch.popc(odds))
 
 
@@ -124,16 +138,16 @@ def merge_row(
     barrier where it is not 0.
     """
     lists = share.lists
-    top, bottom = search.find_range(share, words)
-    choose.note_clock(lists, 4)
+    top, bottom = search.count_keys(share, words)
+    row_lists.note_clock(lists, 4)
     uppers = arrival.upper_bits(share, wide)
     entries = [Int32(0) for _ in range(2 * share.rounds)]
     if cutlass.const_expr(not again):
         entries = look_up(share, words, uppers, where, row)
-    found = search.find_threshold(share, words, top, bottom)
-    choose.note_clock(lists, 6)
+    found = search.search_counted(share, words, top, bottom)
+    row_lists.note_clock(lists, 6)
     chosen = search.choose_entries(share, words, uppers, found, length)
-    choose.note_clock(lists, 7)
+    row_lists.note_clock(lists, 7)
     before, own_before, owned, refused = search.count_chosen(share, chosen)
     asked = Uint32(0)
     if cutlass.const_expr(not again):

@@ -26,12 +26,13 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import ptx
 from keysieve.kernels import exchange_latency as latency
 from keysieve.kernels import exchange_latency_write as write
+from keysieve.kernels import exchange_lists as row_lists
 from keysieve.kernels import exchange_rescue as rescue
 from keysieve.kernels import exchange_rows as output
 from keysieve.kernels import exchange_select as choose
 from keysieve.kernels import exchange_words as arrival
 from keysieve.kernels.exchange_config import MergeConfig, MergeMap
-from keysieve.kernels.exchange_select import Lists
+from keysieve.kernels.exchange_lists import Lists
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
 from keysieve.kernels.sharding import local_length
 
@@ -181,16 +182,17 @@ class Merge:
         row, _, _ = cute.arch.block_idx()
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
         lists = Lists(config, base, thread, world, rank, interleave, n, k, planes, divide)
-        choose.note_clock(lists, 0)
-        choose.clear(lists)
+        row_lists.note_clock(lists, 0)
+        row_lists.clear(lists)
         mine = Int64(0)
         if cutlass.const_expr(config.tagged):
             mine = ptx.load(peers + Int64(rank) * Int64(8), Int64)  # never changes
         if cutlass.const_expr(config.rounds > 0):
-            choose.hold_all(lists)
+            row_lists.hold_all(lists)
             share = latency.share_first(lists)
+            cute.arch.sync_threads()  # a thread counts its words as soon as it has them: the histogram is clear by then
         ptx.grid_wait()
-        choose.note_clock(lists, 1)
+        row_lists.note_clock(lists, 1)
         if ordered != Int32(0):
             row = output.draw_row(lists, ticket, rows)
         length = Int32(0)
@@ -211,13 +213,13 @@ class Merge:
             merge_latency(lists, share, wait, place, target, around, plain)
         else:
             merge_flat(lists, wait, place, target, around, plain)
-        choose.note_clock(lists, 9)
+        row_lists.note_clock(lists, 9)
         if positions != Int64(0):
             if cutlass.const_expr(config.rounds > 0):
                 cute.arch.sync_threads()
             output.write_positions(lists, row, positions, positions_stride)
         # Behind the last slot's acceptance by all threads lie block barriers already.
-        choose.note_clock(lists, 10)
+        row_lists.note_clock(lists, 10)
         if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
             if cutlass.const_expr(config.tagged):
                 ptx.store(epoch + Int64(row) * Int64(4), tag)
@@ -226,8 +228,8 @@ class Merge:
                     if length > limit or owned > local_limit:
                         ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
         if cutlass.const_expr(config.trace):
-            choose.note_clock(lists, 11)
-            choose.write_clocks(lists, flags, row)
+            row_lists.note_clock(lists, 11)
+            row_lists.write_clocks(lists, flags, row)
         if release != Int32(0):
             cute.arch.sync_threads()
             ptx.grid_launch_dependents()
@@ -241,23 +243,27 @@ def merge_latency(lists: Any, share: Any, wait: Any, place: Any, target: Any, ar
     mine, _peers, slots, _recv, _arrived, max_rows = around[:6]
     if cutlass.const_expr(lists.config.tagged):
         got, wanted = latency.load_tagged(share, mine + slots, wait.tag, max_rows, row)
-        choose.note_clock(lists, 2)
+        row_lists.note_clock(lists, 2)
         write.fill(lists, row, out, out_stride)
         hidden, wide = choose.hidden_sources(lists, usable, known)
-        entered = latency.accept(share, wait, got, wanted, mine + slots, max_rows, row)
-        choose.note_clock(lists, 3)
+        entered = latency.accept(share, wait, got, wanted, mine + slots, max_rows, row, wide)
+        row_lists.note_clock(lists, 3)
     else:
         entered = latency.take_plain(share, *plain[:3], row)
         write.fill(lists, row, out, out_stride)
         hidden, wide = choose.hidden_sources(lists, usable, known)
     top = usable
     if not known:
-        top = Int32(choose.ID_MAX)
+        top = Int32(row_lists.ID_MAX)
     asked = write.merge_row(share, entered, top, hidden, wide, row, where, target, False)
     if asked != Uint32(0):
+        if cutlass.const_expr(lists.config.tagged):  # noqa: SIM102  # a trace-time test, then a run-time one
+            if not wide:
+                latency.hold(share, entered)
         ask_again(lists, wait, asked, place, around, plain)
         sources, pairs, entries, rounds = latency.deal_second(lists, asked)
-        choose.clear(lists)
+        row_lists.clear(lists)
+        cute.arch.sync_threads()
         if rounds <= Int32(lists.config.second_rounds):
             again = latency.Share(lists, sources, pairs, entries)
             second = latency.load_second(again)
@@ -277,13 +283,13 @@ def merge_flat(lists: Any, wait: Any, place: Any, target: Any, around: Any, plai
     if cutlass.const_expr(lists.config.tagged):
         arrival.accept(lists, wait, mine + slots, max_rows, row)
     else:
-        choose.list_plain(lists, *plain[:3], row)
+        row_lists.list_plain(lists, *plain[:3], row)
     choose.select(lists, cutlass.const_expr(lists.config.tagged))
     if lists.n < lists.k:
         asked = choose.saturated(lists, usable, known)
         if asked != Uint32(0):
             ask_again(lists, wait, asked, place, around, plain)
-            choose.clear(lists)
+            row_lists.clear(lists)
             choose.select(lists, False)
     output.compact(lists)
     output.write_owned(lists, row, where, out, out_stride, counts)
@@ -301,7 +307,7 @@ def ask_again(lists: Any, wait: Any, asked: Uint32, place: Any, around: Any, pla
             lists, wait, asked, address, local, peers, recv, arrived, max_rows, recv_pitch, rescued, seq2, row
         )
     else:
-        choose.list_second(lists, asked, *plain[3:], row)
+        row_lists.list_second(lists, asked, *plain[3:], row)
 
 
 def build(config: MergeConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

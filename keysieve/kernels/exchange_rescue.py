@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import keys, packed, ptx, scan
+from keysieve.kernels import exchange_lists as row_lists
 from keysieve.kernels import exchange_select as choose
 from keysieve.kernels import exchange_words as arrival
-from keysieve.kernels.exchange_select import FOUND_ABOVE, FOUND_THRESHOLD
+from keysieve.kernels.exchange_lists import FOUND_ABOVE, FOUND_THRESHOLD
 
 GROUP = 8
 """Keys of a 16-byte vector of logits."""
@@ -65,7 +66,7 @@ def second_round(
         arrival.wait_flag(wait, flag, number, Uint32(lane))
         index = Int32(cute.arch.popc(saturated & (bit - Uint32(1))))
         place = recv + (Int64(row) * Int64(rescued) + Int64(index)) * Int64(recv_pitch) * Int64(4)
-        choose.describe(lists, lane, mine + place, Int32(4), lists.k)
+        row_lists.describe(lists, lane, mine + place, Int32(4), lists.k)
     if lists.thread == Int32(0):
         ptx.store(seq2 + Int64(row) * Int64(8), number)
     cute.arch.sync_threads()
@@ -99,7 +100,7 @@ def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
     """The row's first K keys of at least `least`, as candidate words in `winners`, index planes behind them. Ends with
     a block barrier."""
     cute.arch.sync_threads()  # everybody has read what is cleared now
-    choose.clear(lists)
+    row_lists.clear(lists)
     clear_list(lists)
     cute.arch.sync_threads()
     vectors = (length + Int32(GROUP - 1)) >> Int32(3)
@@ -202,7 +203,7 @@ def make_long_list(lists: Any, logits: Int64, length: Int32, least: Uint32, vect
                 scan.histogram_add(lists.high, found[part] >> Uint32(5))
     cute.arch.sync_threads()
     if cutlass.const_expr(lists.config.rounds > 0):
-        digit, above, _same = choose.find_bin(lists, k)
+        digit, above, _same = choose.find_bin(lists, k, Uint32(row_lists.BINS - 1))
     else:
         if thread < Int32(32):
             digit, above, _equal = scan.warp_find_digit(lists.high, k, lane, 2048)

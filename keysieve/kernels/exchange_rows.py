@@ -10,8 +10,8 @@ from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
-from keysieve.kernels import exchange_select as choose
-from keysieve.kernels.exchange_select import FOUND_CUT, FOUND_ROW, FOUND_THRESHOLD, ID_MAX
+from keysieve.kernels import exchange_lists as row_lists
+from keysieve.kernels.exchange_lists import FOUND_CUT, FOUND_ROW, FOUND_THRESHOLD, ID_MAX
 
 
 @cute.jit
@@ -36,7 +36,7 @@ def compact(lists: Any) -> None:
     thread = lists.thread
     threshold = ptx.load_shared(lists.note(FOUND_THRESHOLD))
     cut = ptx.load_shared(lists.note(FOUND_CUT))
-    span = choose.longest(lists)
+    span = row_lists.longest(lists)
     total = span * lists.world
     before = Int32(0)
     for start in cutlass.range(0, total, threads, unroll=1):
@@ -46,10 +46,10 @@ def compact(lists: Any) -> None:
         source = flat // span
         index = flat - source * span
         if flat < total:
-            word = choose.read_entry(lists, source, index)
+            word = row_lists.read_entry(lists, source, index)
             if word != Uint32(0):
-                position = choose.id_of(lists, source, index, word)
-                if choose.is_chosen(lists, source, index, word, threshold, cut):
+                position = row_lists.id_of(lists, source, index, word)
+                if row_lists.is_chosen(lists, source, index, word, threshold, cut):
                     chosen = Int32(1)
                     place = position
         lower, found = scan.block_exclusive(chosen, lists.sums, thread, threads // 32)

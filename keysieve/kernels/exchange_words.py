@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from keysieve.device import ptx, report, scan, sync
-from keysieve.kernels import exchange_select as choose
+from keysieve.kernels import exchange_lists as row_lists
 
 CLAIM_WORD = 63
 """Word of the ticket array that a thread exchanges for 1 before it reports."""
@@ -96,7 +96,7 @@ def accept(lists: Any, wait: Any, slots: Int64, max_rows: Int32, row: Int32) -> 
         place = Int64(0)
         if not lists.fits:
             place = slots + (Int64(parity + lists.thread) * Int64(max_rows) + Int64(row)) * slot_bytes
-        choose.describe(lists, lists.thread, place, Int32(8), lists.n)
+        row_lists.describe(lists, lists.thread, place, Int32(8), lists.n)
     cute.arch.sync_threads()
     total = lists.pairs * lists.world
     for first in cutlass.range(lists.thread, total, threads * _BATCH, unroll=1):

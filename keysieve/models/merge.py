@@ -3,8 +3,9 @@
 What the kernel relies on, and what the property tests of this module hold to the reference:
 
 1. **Two forms, one threshold.** `flat_threshold` counts the upper 11 bits of key16, then the lower 5 in the bin found.
-   `distance_threshold` counts keys by their distance from the least one, in 2,048 bins of equal width, and splits the
-   bin found only where a bin is wider than one key. Both give the K-th largest key, and how many equal to it are taken.
+   `distance_threshold` counts keys by their lower 11 bits, which tells keys apart if the largest and the least are less
+   than 2,048 values apart; if they are not it counts distances from the least one, in 2,048 bins of equal width, and
+   splits the bin found. Both give the K-th largest key, and how many equal to it are taken.
 2. **Cut.** Of more equal keys than are needed the ones with the lowest ids (global positions) are taken: the largest of
    those ids is the cut. Few are ranked against each other; of many the id is found digit by digit, 11 bits from the
    row's length down. Ids are unique, so both give the same.
@@ -67,18 +68,22 @@ def flat_threshold(lists: Lists, k: int) -> Found:
 
 
 def distance_threshold(lists: Lists, k: int) -> Found:
-    """Distances from the least key: the latency form."""
+    """Lower 11 bits, or distances from the least key: the latency form."""
     live = lists.keys[lists.keys != _EMPTY]
-    if len(live) <= k:
+    if len(live) < k:
         return Found(0, 0, 0)
-    least = int(live.min())
-    shift = (int(live.max()) - least >> 11).bit_length()
+    least, most = int(live.min()), int(live.max())
+    upper = most | 3  # bins are looked at by fours
+    if upper - least < BINS:
+        counts = np.bincount(live & (BINS - 1), minlength=BINS)
+        turned = counts[np.arange(upper - BINS + 1, upper + 1) & (BINS - 1)]
+        digit, above = find_bin(turned, k)
+        return Found(upper - BINS + 1 + digit, k - above, int(turned[digit]))
+    shift = (most - least | BINS).bit_length() - 11
     distance = live - least
     counts = np.bincount(distance >> shift, minlength=BINS)
     assert len(counts) == BINS
     digit, above = find_bin(counts, k)
-    if shift == 0:
-        return Found(least + digit, k - above, int(counts[digit]))
     low = np.bincount(distance[distance >> shift == digit] - (digit << shift), minlength=32)
     lower, more = find_bin(low, k - above)
     return Found(least + (digit << shift) + lower, k - above - more, int(low[lower]))
