@@ -42,3 +42,13 @@ def test_every_page_can_be_reached() -> None:
             links += [f"{line}.md" for line in block.split() if not line.startswith(":")]
         open_pages += [(page.parent / target).resolve() for target in links if "://" not in target]
     assert not {p.relative_to(ROOT) for p in PAGES} - {p.relative_to(ROOT) for p in seen}
+
+
+def test_every_picture_is_shown_on_a_page_of_the_site() -> None:
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        if page.name != "README.md" or page.parent != ROOT
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+    assert set((ROOT / "docs" / "figures").glob("*.svg")) <= shown
