@@ -86,14 +86,26 @@ def store_u16(addr: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) ->
 
 @dsl_user_op
 def store_half_below(
-    addr: Int64, word: Uint32, half: int, index: Int32, bound: Int32, *, loc: Any = None, ip: Any = None
+    addr: Int64,
+    word: Uint32,
+    half: int,
+    index: Int32,
+    bound: Int32,
+    policy: Any = None,
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
-    """Store half `half` (0: low, 1: high; a Python number) of `word` to global memory if index < bound: no branch."""
+    """Store half `half` (0: low, 1: high; a Python number) of `word` to global memory if index < bound: no branch.
+
+    policy: Int64 of `l2_policy`, or None.
+    """
+    hint, last, more, operands = ("", "", "", ()) if policy is None else (".L2::cache_hint", ", $4", ",l", (policy,))
     text = (
         "{ .reg .pred p; .reg .b16 h0, h1; setp.lt.s32 p, $2, $3; mov.b32 {h0, h1}, $1; "
-        f"@p st.global.b16 [$0], h{half}; }}"
+        f"@p st.global{hint}.b16 [$0], h{half}{last}; }}"
     )
-    asm(text, "l,r,r,r", (), (addr, word, index, bound), loc=loc, ip=ip)
+    asm(text, "l,r,r,r" + more, (), (addr, word, index, bound, *operands), loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -41,6 +41,7 @@ from keysieve.kernels.sm90_score_config import (
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
+from keysieve.kernels.sm90_score_store import store_policy
 from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
 
@@ -260,7 +261,9 @@ class ScoreKernel(Frame):
                 cute.arch.setmaxregister_increase(shape.registers[1])
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-            consume(self, shared, self.products(shared, thread), Targets(logits, tops, pitch), thread, led)
+            policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config.next_n)
+            targets = Targets(logits, tops, pitch, policy)
+            consume(self, shared, self.products(shared, thread), targets, thread, led)
 
     @cute.jit
     def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: Any, warp: Int32) -> None:

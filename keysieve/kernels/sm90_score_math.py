@@ -28,12 +28,14 @@ K_STEP = 32
 
 
 class Targets:
-    """Where results go: byte addresses of logits (BF16) and tops (uint16), and the pitched layout's pitch."""
+    """Where results go: byte addresses of logits (BF16) and tops (uint16), and the pitched layout's pitch. policy: of
+    stores, see `store_policy`."""
 
-    def __init__(self, logits: Int64, tops: Int64, pitch: Int64) -> None:
+    def __init__(self, logits: Int64, tops: Int64, pitch: Int64, policy: Any = None) -> None:
         self.logits = logits
         self.tops = tops
         self.pitch = pitch
+        self.policy = policy
 
     def __extract_mlir_values__(self) -> list[Any]:
         return []

@@ -14,6 +14,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import keys, numerics, ptx
 
+FEW_ROWS = 16384
+"""Tile rows (288 bytes each) up to which results stay in L2."""
+
 KEY_LANES = (4, 8, 16)
 """Lane distances between the keys of a group of 8."""
 
@@ -33,12 +36,20 @@ def logit_word(low: Float32, high: Float32) -> Uint32:
     return word ^ ((nan >> Uint32(15)) * Uint32(0x803F))
 
 
+def store_policy(tiles: Int32, next_n: int) -> Int64:
+    """L2's policy for the results of a step of `tiles` tiles: many leave first, as keys do, because lines written back
+    one by one between the reads cost three times their bytes; few stay for the kernel that reads them."""
+    many = tiles > Int32(FEW_ROWS // next_n)
+    return select(many, ptx.l2_policy("evict_first"), ptx.l2_policy("evict_normal"))
+
+
 class Places:
     """A tile's byte addresses for one lane, in the request's row 0: its logit, its group's top; and the row pitches."""
 
     def __init__(self, targets: Any, row: Int64, stride: Int64, position: Int32, lane: Int32) -> None:
         group = position - (lane >> Int32(2))
         self.position = position
+        self.policy = targets.policy
         self.group = group
         self.logit = targets.logits + (row + Int64(position)) * Int64(2)
         self.logit_pitch = stride * Int64(2)
@@ -72,7 +83,7 @@ def store_chunk(
         ranks = keys.key16x2(word)
         for half, row in enumerate(rows):
             place = places.logit + places.logit_pitch * Int64(first + row)
-            ptx.store_half_below(place, word, half, places.position, inside[first + row])
+            ptx.store_half_below(place, word, half, places.position, inside[first + row], places.policy)
             outside = places.position >= inside[first + row]
             ranks = select(outside, ranks & Uint32(0xFFFF << (16 * (1 - half))), ranks)
         best.append(ranks & Uint32(0xFFFF) if len(rows) == 1 else ranks)
@@ -106,4 +117,4 @@ def store_tops(places: Places, best: list[Uint32], first: int, count: int, lengt
     wanted = select(idle == Int32(0), wanted, Int32(0))
     top = best[0] >> (Uint32(half) * Uint32(16))
     place = places.top + places.top_pitch * Int64(first) + places.top_pitch * Int64(row)
-    ptx.store_half_below(place, top, 0, places.group, wanted)
+    ptx.store_half_below(place, top, 0, places.group, wanted, places.policy)
