@@ -13,9 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import keys, numerics, ptx
-
-FEW_ROWS = 16384
-"""Tile rows (288 bytes each) up to which results stay in L2."""
+from keysieve.kernels.sm90_score_config import FEW_ROWS
 
 KEY_LANES = (4, 8, 16)
 """Lane distances between the keys of a group of 8."""

@@ -10,6 +10,8 @@ import torch
 from harness import cases
 
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
+from keysieve.kernels.sm90_score_config import FEW_ROWS
+from keysieve.spec import TILE
 from keysieve.testing.score_bound import logit_bound
 
 SHAPES = [
@@ -98,6 +100,20 @@ def test_row_alone_and_in_any_company(device: torch.device, case: tuple[int, int
     for t in every[:: max(1, len(every) // 8)]:
         alone = p.rows([t])
         same_rows([together[t]], sc.rows_of(alone, sc.run(alone)), f"row {t} alone")
+
+
+@cases((32, 8), (32, 1))
+def test_results_that_leave_the_cache_first(device: torch.device, case: tuple[int, int]) -> None:
+    """A step of so many rows that its results leave L2 first, and one of few, have the same bits."""
+    requests = 8 if case[1] == 8 else 60
+    longest = TILE * (FEW_ROWS // (requests * case[1]) + 2)
+    p = sc.problem(device, sc.config_of(*case), [longest - t % 5 for t in range(requests * case[1])], seed=9)
+    result = sc.run(p)
+    sc.assert_frame(p, result)
+    rows = sc.rows_of(p, result)
+    for t in (0, len(rows) // 2, len(rows) - 1):
+        alone = p.rows([t])
+        same_rows([rows[t]], sc.rows_of(alone, sc.run(alone)), f"row {t} alone")
 
 
 @cases(*((heads, n, key_format) for key_format in BOTH for heads, n in ((32, 1), (32, 4), (64, 8), (16, 2))))
