@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from keysieve.doctor import UNTRIED
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RUNNABLE = [ROOT / "README.md", ROOT / "docs" / "engine.md", ROOT / "docs" / "compat.md"]
@@ -52,3 +54,11 @@ def test_every_picture_is_shown_on_a_page_of_the_site() -> None:
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
     }
     assert set((ROOT / "docs" / "figures").glob("*.svg")) <= shown
+
+
+def test_what_has_not_been_run_is_called_so_everywhere() -> None:
+    """README's row of the backend, the head of its page, and what `doctor` prints say the same words."""
+    assert UNTRIED == "compiled and inspected, not run"
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `sm100`"))
+    assert UNTRIED in row
+    assert UNTRIED in (ROOT / "docs" / "blackwell.md").read_text().splitlines()[0]
