@@ -80,7 +80,7 @@ class Select:
 
         select: logits and tops (BF16, uint16) in the compact layout of `capacity` elements; starts: int32, tiles before
         each request, or 0: they are counted here. topk: rows of logits `pitch` elements apart; tops is a workspace of
-        `capacity` bytes a row, used by parts whose maxima exceed the registers only.
+        `capacity` bytes a row, used by parts whose maxima exceed the registers only, or filled by the kernel in front.
         lens: int32 per row. limit: lengths above it make a row empty and raise a flag. table: int32 `[requests,
         blocks]` or 0 (rows are positions); row_request: int32 per row, the table row to use, or 0 (row // next_n). out,
         positions: int32 `[rows, k]`; counts: int32 `[rows]`; flags: u32 word. release: 1 lets the next kernel of a
@@ -155,7 +155,8 @@ class Select:
             )
             tops_row = tops + (start >> Int64(3))
         else:
-            ptx.grid_wait()
+            if cutlass.const_expr(not config.given):
+                ptx.grid_wait()
             length, start, fault = places.pitched_row(base, lens, lens_stride, row, limit, pitch, thread, config)
             tops_row = tops + Int64(row) * capacity
         steps.mark(base, thread, 1, config)
@@ -206,17 +207,19 @@ class Select:
         if rank >= active:
             places.enter(release, config)
         else:
-            if cutlass.const_expr(config.cluster > 1):
-                steps.await_cluster(active)
-            places.enter(release, config)
-            steps.mark(base, thread, 12, config)
-            part = (groups + active - Int32(1)) // active
+            part = groups
+            if active > Int32(1):
+                part = (groups + Int32(config.cluster - 1)) // Int32(config.cluster)
             two_level = part > Int32(config.held_groups)
             if two_level:
                 part = ((part + Int32(7)) >> Int32(3)) << Int32(3)  # whole vectors of maxima
             first = rank * part
             count = stages.share(groups, first, part)
-            span = count
+            table_row, first_block = places.fetch_table(base, where, head, end, first, count, thread, config)
+            if cutlass.const_expr(config.cluster > 1):
+                steps.await_cluster(active)
+            places.enter(release, config)
+            steps.mark(base, thread, 12, config)
             edge = Uint32(0)
             if cutlass.const_expr(not config.maxima):
                 edge = foreign.load_edge(address, head, end, groups, thread)
@@ -225,7 +228,6 @@ class Select:
                     base, address, tops, edge, head, end, groups, k, thread, rank, active, config
                 )
             loading, words = stages.issue_keys(base, address, head, end, two_level, first, count, thread, config)
-            table_row, first_block = places.fetch_table(base, where, head, end, first, span, thread, config)
             words = stages.settle_keys(base, edge, head, end, two_level, loading, words, count, thread, config)
             found, slot = stages.find_keys(base, words, count, k, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)

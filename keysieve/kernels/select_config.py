@@ -31,7 +31,9 @@ class SelectConfig:
         k_class: the largest K it serves, one of `K_CLASSES`.
         cluster: blocks per row, one of `CLUSTERS`.
         threads: threads of a block, 512 or 1024: 512 leave room for a second block on the SM, 1024 hold longer parts.
-        maxima: whether the per-8 maxima are given (`select`); else the kernel computes them (`topk`).
+        maxima: whether the per-8 maxima come with the logits (`select`); else they are computed (`topk`).
+        trace: note the clock at every step, for tuning.
+        given: `topk` whose maxima another kernel computes (`select_tops.py`), which runs in front of it.
     """
 
     k_class: int
@@ -39,6 +41,7 @@ class SelectConfig:
     threads: int = 512
     maxima: bool = True
     trace: bool = False
+    given: bool = False
 
     @property
     def warps(self) -> int:
@@ -60,6 +63,24 @@ class SelectConfig:
         return VECTORS * self.threads
 
     @property
+    def streamed(self) -> bool:
+        """Does a row whose maxima are computed here stream through shared memory? Where blocks share a row, an SM has
+        one of them, and room for the rings; blocks that may lie two on an SM load into registers."""
+        return not self.maxima and not self.given and self.cluster > 1
+
+    @property
+    def chunk_groups(self) -> int:
+        """Groups of 8 keys in a chunk of a streamed row."""
+        return 128 if self.threads == 512 else 64
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in the ring of a warp: 128 or 96 KB a block on their way."""
+        if not self.streamed:
+            return 0
+        return 4 if self.threads == 512 else 3
+
+    @property
     def solo_groups(self) -> int:
         """Groups of 8 keys up to which one block works on a row alone."""
         return 1024
@@ -77,12 +98,28 @@ class SelectConfig:
     @property
     def scratch_bytes(self) -> int:
         """Scratch of a warp: a kernel that computes maxima keeps what its registers will hold."""
-        return 512 if self.maxima else 512 * VECTORS
+        return 512 if self.maxima or self.given else 512 * VECTORS
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory to ask for: the map, and what aligning its start may cost."""
         return SharedMap.of(self).total + self.alignment
+
+
+TOPS_VECTORS: int = 4
+"""Groups that a thread of the `tops` kernel reads."""
+
+
+@dataclass(frozen=True)
+class TopsConfig:
+    """What the code of `tops`, the maxima of foreign rows, is specialised by: threads of a block."""
+
+    threads: int = 256
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 keys that a block reads."""
+        return TOPS_VECTORS * self.threads
 
 
 @dataclass(frozen=True)
@@ -107,7 +144,11 @@ class SharedMap:
     picks: int  # u32 [k_class]: keys that were found, in position order
     table: int  # i32 [table_words]: the part's entries of the block table
     edges: int  # u16 [2][8]: raw keys of the row's first and last group, where they are not whole
-    scratch: int  # a warp's own: masks (512 bytes); computed maxima (512 bytes a round)
+    scratch: (
+        int  # a warp's own: masks (512 bytes); before, computed maxima: its own (512 bytes a round) or, streamed, all
+    )
+    landings: int  # u64 [warps][chunks]: mbarriers of a streamed row's chunks
+    ring: int  # a streamed row's chunks, every warp's ring in turn; begins where `groups` begins, which come later
     total: int
 
     @staticmethod
@@ -128,12 +169,14 @@ class SharedMap:
             at += 2 * size
         arrivals = at
         tiles = arrivals + 64
-        groups = tiles + 128
+        edges = tiles + 128
+        landings = edges + 128
+        scratch = landings + -(-8 * config.chunks * config.warps // 128) * 128
+        table = scratch + config.scratch_bytes * config.warps
+        ring = groups = table + 4 * config.table_words
         picks = groups + 4 * config.held_groups
-        table = picks + 4 * config.k_class
-        edges = table + 4 * config.table_words
-        scratch = edges + 128
-        total = scratch + config.scratch_bytes * config.warps + (64 if config.trace else 0)
+        total = picks + 4 * config.k_class
+        total = max(total, ring + 16 * config.chunk_groups * config.chunks * config.warps) + (64 if config.trace else 0)
         return SharedMap(
             high=high,
             low=low,
@@ -146,6 +189,8 @@ class SharedMap:
             table=table,
             edges=edges,
             scratch=scratch,
+            landings=landings,
+            ring=ring,
             total=total,
         )
 
@@ -159,7 +204,8 @@ def k_class_of(k: int) -> int:
 
 def _admitted(maxima: bool) -> Iterable[SelectConfig]:
     shapes = [(2048, 512), (2048, 1024), (4096, 1024)]
-    return [SelectConfig(k, cluster, threads, maxima) for k, threads in shapes for cluster in CLUSTERS]
+    given = [] if maxima else [SelectConfig(2048, 8, 512, maxima, given=True)]
+    return [SelectConfig(k, cluster, threads, maxima) for k, threads in shapes for cluster in CLUSTERS] + given
 
 
 def _select(arch: str) -> Iterable[SelectConfig]:
@@ -170,6 +216,11 @@ def _select(arch: str) -> Iterable[SelectConfig]:
 def _topk(arch: str) -> Iterable[SelectConfig]:
     del arch
     return _admitted(False)
+
+
+def _tops(arch: str) -> Iterable[TopsConfig]:
+    del arch
+    return [TopsConfig()]
 
 
 SELECT = Kernel(
@@ -188,4 +239,12 @@ TOPK = Kernel(
     admitted=_topk,
     max_registers=64,
 )
-KERNELS: tuple[Kernel, ...] = (SELECT, TOPK)
+TOPS = Kernel(
+    name="topk_tops",
+    entry="keysieve.kernels.select_tops:build_tops",
+    config=TopsConfig,
+    archs=ARCHS,
+    admitted=_tops,
+    max_registers=64,
+)
+KERNELS: tuple[Kernel, ...] = (SELECT, TOPK, TOPS)

@@ -46,6 +46,23 @@ def load_edge(address: Int64, head: Int32, end: Int32, groups: Int32, thread: In
 
 
 @cute.jit
+def load_keys(address: Int64, group: Int32, head: Int32, end: Int32) -> Any:
+    """The raw words of a group that is not whole, read key by key; `ABSENT` where no key is."""
+    words = []
+    for word in cutlass.range_constexpr(4):
+        low = Uint32(ABSENT)
+        high = Uint32(ABSENT)
+        place = group * Int32(8) + Int32(2 * word)
+        if place >= head and place < end:
+            low = ptx.load_u16(address + Int64(place) * Int64(2))
+        place = place + Int32(1)
+        if place >= head and place < end:
+            high = ptx.load_u16(address + Int64(place) * Int64(2))
+        words.append(low | (high << Uint32(16)))
+    return words
+
+
+@cute.jit
 def store_edge(base: Uint32, edge: Uint32, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
     """Pass the edge keys on: `edges` in shared memory. A block barrier must follow before they are read."""
     if thread < Int32(16):
@@ -95,6 +112,19 @@ def edge_words(base: Uint32, group: Int32, config: cutlass.Constexpr[SelectConfi
     if group > Int32(0):
         place = place + Uint32(16)
     return ptx.load_shared_v4(place)
+
+
+@cute.jit
+def edge_top(edge: Uint32, thread: Int32) -> Uint32:
+    """The maximum of the row's first group in threads 0..7, of its last one in threads 8..15, from `load_edge`."""
+    best = Uint32(0)
+    if thread < Int32(32):
+        best = packed.foreign_top([edge | Uint32(ABSENT << 16), *[Uint32(ABSENT * 0x10001)] * 3])
+        for step in cutlass.range_constexpr(3):
+            other = Uint32(cute.arch.shuffle_sync_bfly(best, 1 << step))
+            if other > best:
+                best = other
+    return best
 
 
 @cute.jit
@@ -171,13 +201,7 @@ def fill_tops(
                     if one < stop:
                         ptx.store_u16(tops + Int64(one) * Int64(2), top)
     store_edge(base, edge, thread, config)
-    best = Uint32(0)
-    if thread < Int32(32):
-        best = packed.foreign_top([edge | Uint32(ABSENT << 16), *[Uint32(ABSENT * 0x10001)] * 3])
-        for step in cutlass.range_constexpr(3):
-            other = Uint32(cute.arch.shuffle_sync_bfly(best, 1 << step))
-            if other > best:
-                best = other
+    best = edge_top(edge, thread)
     cute.arch.sync_threads()
     if thread == Int32(0) and not is_whole(Int32(0), head, end):
         store_top(base, tops, first_vector, count, rounds, Int32(0), best, config)

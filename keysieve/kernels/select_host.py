@@ -7,18 +7,21 @@ function it is given makes the launches (`lambda kernel, config: keysieve.launch
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from keysieve.kernels.base import Kernel
-from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, SelectConfig, k_class_of
+from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, TOPS, SelectConfig, TopsConfig, k_class_of
 
 Launch = Callable[..., None]
-Make = Callable[[Kernel, SelectConfig], Launch]
+Make = Callable[[Kernel, Any], Launch]
 
 NO_LIMIT = 2**31 - 1
 SOLO_KEYS = 8192
 """Rows up to this many keys are one block's work: sharing them costs more than it saves."""
+
+TOPS_CONFIG = TopsConfig()
 
 SPREAD_BYTES = 116 * 1024
 """Shared memory of which an SM of Hopper or Blackwell (228 KB) holds one block's share, not two."""
@@ -43,6 +46,8 @@ def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> Selec
         cluster = 1
     if maxima and k <= held and PAIR_KEYS < max_len <= 2 * PAIR_KEYS and rows <= sms < 2 * rows:
         cluster = 2  # small blocks, two on an SM: a long row's are seldom neighbours of another's
+    if not maxima and cluster == 1 and 2 * rows <= sms and 32768 < max_len <= 65536:
+        cluster = 2  # two large blocks that hold a row together
     small = SelectConfig(k_class, cluster, 512, maxima)
     large = SelectConfig(k_class, cluster, 1024, maxima)
     part = -(-max_len // cluster)
@@ -52,6 +57,8 @@ def config_for(rows: int, max_len: int, k: int, sms: int, maxima: bool) -> Selec
         return large if part > small.topped_keys else small
     if 8 * small.held_groups < part <= 8 * large.held_groups:
         return large  # keys that only the larger block holds at once
+    if not maxima and rows == 1 and 8 * small.held_groups < part <= small.topped_keys:
+        return SelectConfig(k_class, cluster, 512, maxima, given=True)
     if part > small.topped_keys or (cluster == 1 and not maxima and part > 8 * small.held_groups):
         return large
     return small
@@ -70,20 +77,21 @@ def shared_for(config: SelectConfig, rows: int, sms: int, chained: bool) -> int:
 
 def configs_up_to(max_rows: int, max_len: int, k: int, sms: int, maxima: bool) -> list[SelectConfig]:
     """All that `config_for` can answer for 1..max_rows rows: what to load before a graph is captured."""
-    turns = {sms, *(3 * sms // (4 * c) for c in CLUSTERS), *(sms // c for c in CLUSTERS)}
+    turns = {1, 2, sms // 2, sms, *(3 * sms // (4 * c) for c in CLUSTERS), *(sms // c for c in CLUSTERS)}
     edges = {1, max_rows, *turns, *(turn + 1 for turn in turns)}
     found = [config_for(rows, max_len, k, sms, maxima) for rows in sorted(edges) if 1 <= rows <= max_rows]
     return list(dict.fromkeys(found))
 
 
 def topk_workspace_bytes(rows: int, max_len: int, k: int, sms: int) -> int:
-    """Bytes of the workspace of a `topk` call: 0 unless a block's part of a row exceeds its registers."""
+    """Bytes of the workspace of a `topk` call: 0 unless a block's part of a row exceeds its registers, or maxima come
+    from a kernel of their own."""
     return rows * _workspace_pitch(max_len, config_for(rows, max_len, k, sms, False))
 
 
 def _workspace_pitch(max_len: int, config: SelectConfig) -> int:
     """Bytes from row to row of the workspace: uint16 maxima of every 8 keys, in whole 16-byte vectors."""
-    if -(-(max_len + 7) // config.cluster) + 64 <= config.topped_keys:
+    if not config.given and -(-(max_len + 7) // config.cluster) + 64 <= config.topped_keys:
         return 0
     return 16 * (-(-(max_len + 7) // 64) + 1)
 
@@ -104,6 +112,7 @@ class Selector:
         kernel = SELECT if maxima else TOPK
         self.k, self.max_len, self.sms, self.maxima = k, max_len, sms, maxima
         self._launches = {config: make(kernel, config) for config in configs_up_to(max_rows, max_len, k, sms, maxima)}
+        self._tops = make(TOPS, TOPS_CONFIG) if any(config.given for config in self._launches) else None
 
     def config(self, rows: int) -> SelectConfig:
         """What runs for a call of `rows` rows."""
@@ -200,6 +209,21 @@ class Selector:
         pitch = _workspace_pitch(self.max_len, config)
         if pitch and (workspace is None or workspace.numel() * workspace.element_size() < rows * pitch):
             raise ValueError(f"workspace: {rows * pitch} bytes are needed for {rows} rows of up to {self.max_len} keys")
+        limit = min(limit, width, self.max_len)
+        if config.given:
+            assert self._tops is not None
+            self._tops(
+                logits.data_ptr(),
+                _address(workspace),
+                logits.stride(0),
+                pitch,
+                lengths.data_ptr(),
+                lengths.stride(0),
+                rows,
+                -(-(limit + 7) // (8 * TOPS_CONFIG.groups)),
+                limit,
+                int(chained),
+            )
         self._launches[config](
             logits.data_ptr(),
             _address(workspace),
@@ -210,20 +234,10 @@ class Selector:
             lengths.stride(0),
             rows,
             next_n,
-            *self._outputs(
-                min(limit, width, self.max_len),
-                out,
-                counts,
-                positions,
-                kv_table,
-                kv_page,
-                block_rows,
-                row_request,
-                flags,
-            ),
+            *self._outputs(limit, out, counts, positions, kv_table, kv_page, block_rows, row_request, flags),
             int(release),
             0,
-            int(chained),
+            int(chained or config.given),
             config.shared_bytes,
         )
 

@@ -53,7 +53,7 @@ def request_of(row: Int32, next_n: Int32) -> Int32:
 @cute.jit
 def enter(release: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
     """Wait for the kernel in front, if that was not done at the start; then, if asked to, let the next one start."""
-    if cutlass.const_expr(config.maxima):
+    if cutlass.const_expr(config.maxima or config.given):
         ptx.grid_wait()
     if release != Int32(0):
         ptx.grid_launch_dependents()
@@ -79,9 +79,15 @@ def compact_row(
     """(usable length, byte offset of the row's first logit, flags to raise) in the compact layout. A request that
     does not fit the buffer whole has empty rows. The block barrier makes the cleared histograms visible.
 
-    Lengths are read past L1: this may be before the grid dependency."""
+    Behind a scorer (`scored`) lengths are read before the grid dependency, past L1 and by one warp: were every warp to
+    ask for the same word, the requests of a full chip would queue for a thousand cycles at one slice of L2.
+    """
     request = request_of(row, next_n)
-    length = ptx.load(lens + Int64(row) * Int64(4), Int32, "relaxed")
+    length = Int32(0)
+    if scored == Int32(0):
+        length = ptx.load(lens + Int64(row) * Int64(4), Int32)
+    elif thread < Int32(32):
+        length = ptx.load(lens + Int64(row) * Int64(4), Int32, "relaxed")
     before = Int32(0)
     tiles = Int32(0)
     if starts != Int64(0):
@@ -94,7 +100,7 @@ def compact_row(
         counted = limit
         if scored != Int32(0):
             counted = scored
-        before, tiles = count_tiles(base, lens, length, request, next_n, k, counted, thread, config)
+        length, before, tiles = count_tiles(base, lens, length, request, next_n, k, counted, thread, config)
     tile = Int64(before) * Int64(next_n) + Int64(row - request * next_n) * Int64(tiles)
     usable = usable_length(length, limit)
     fault = Uint32(length > limit) << Uint32(FLAG_BAD_LENGTH)
@@ -116,26 +122,31 @@ def count_tiles(
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """(tiles of all earlier requests, tiles of this one), summed over the block. One block barrier."""
+    """(the row's length, which warp 0 has read; tiles of all earlier requests, summed over the block; tiles of this
+    one). One block barrier."""
     clear(base, thread, config)
     mine = Int32(0)
     for other in cutlass.range(thread, request, config.threads, unroll=1):
         its, _half = tiles_and_half(longest_row(lens, other, next_n, limit), k)
         mine = mine + its
     longest = usable_length(length, limit)
-    if next_n > Int32(1):
+    if next_n > Int32(1) and thread < Int32(32):
         longest = longest_row(lens, request, next_n, limit)
     partial = scan.warp_sum(mine)
     lane = thread & Int32(31)
-    sums = base + Uint32(SharedMap.of(config).tiles)
+    shared = SharedMap.of(config)
+    sums = base + Uint32(shared.tiles)
     if lane == Int32(0):
         ptx.store_shared(sums + Uint32(thread >> Int32(5)) * Uint32(4), Uint32(partial))
+    if thread == Int32(0):
+        packed.store_shared_v2(base + Uint32(shared.found[0]), Uint32(length), Uint32(longest))
     cute.arch.sync_threads()
     value = Int32(0)
     if lane < Int32(config.warps):
         value = Int32(ptx.load_shared(sums + Uint32(lane) * Uint32(4)))
-    tiles, _half = tiles_and_half(longest, k)
-    return scan.warp_sum(value), tiles
+    words = packed.load_shared_v2(base + Uint32(shared.found[0]))
+    tiles, _half = tiles_and_half(Int32(words[1]), k)
+    return Int32(words[0]), scan.warp_sum(value), tiles
 
 
 @cute.jit

@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import select_foreign as foreign
 from keysieve.kernels import select_steps as steps
+from keysieve.kernels import select_stream as stream
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 
@@ -110,7 +111,10 @@ def settle_keys(
     rounds = rounds_of(count, config)
     index = first_index(rounds, thread)
     if cutlass.const_expr(not config.maxima):
-        foreign.show_edge(base, edge, listed or not foreign.has_edges(head, end), thread, config)
+        done = not foreign.has_edges(head, end)
+        if cutlass.const_expr(not config.given):
+            done = listed or done
+        foreign.show_edge(base, edge, done, thread, config)
     for step in cutlass.range_constexpr(VECTORS):
         if has_round(step, index, count, rounds, thread):
             whole = foreign.is_whole(groups[step], head, end)
@@ -229,13 +233,24 @@ def hold_tops(
     for step in cutlass.range_constexpr(held):
         one = index + Int32(32 * step)
         if Int32(step) < rounds and one < count:
-            if cutlass.const_expr(config.maxima):
+            if cutlass.const_expr(config.streamed):
+                if rounds > Int32(held):
+                    far = ptx.load_v4(tops + Int64(first_vector + one) * Int64(16))
+                    for word in cutlass.range_constexpr(4):
+                        words[4 * step + word] = far[word]
+                else:
+                    near = ptx.load_shared_v4(base + Uint32(SharedMap.of(config).scratch) + Uint32(one) * Uint32(16))
+                    for word in cutlass.range_constexpr(4):
+                        words[4 * step + word] = near[word]
+            elif cutlass.const_expr(config.maxima or config.given):
                 loaded = ptx.load_v4(tops + Int64(first_vector + one) * Int64(16))
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = loaded[word]
             else:
                 place = warp_scratch(base, thread, config) + Uint32(thread & Int32(31)) * Uint32(16)
                 loaded = ptx.load_shared_v4(place + Uint32(512 * step))
-            for word in cutlass.range_constexpr(4):
-                words[4 * step + word] = loaded[word]
+                for word in cutlass.range_constexpr(4):
+                    words[4 * step + word] = loaded[word]
     for step in cutlass.range_constexpr(held):
         group = (first_vector + index + Int32(32 * step)) * Int32(8)
         if group + Int32(8) > groups:
@@ -290,7 +305,15 @@ def find_groups(
     count = share(vectors, first_vector, part)
     rounds = rounds_of(count, config)
     first = first_index(rounds, thread)
-    if cutlass.const_expr(not config.maxima):
+    if cutlass.const_expr(config.streamed):
+        begin = first_vector * Int32(8)
+        stop = begin + count * Int32(8)
+        if stop > groups:
+            stop = groups
+        spilled = rounds > Int32(VECTORS)
+        stream.stream_tops(base, address, tops, head, end, begin, stop, spilled, thread, config)
+        stream.settle_edges(base, tops, edge, head, end, groups, begin, stop, spilled, thread, config)
+    elif cutlass.const_expr(not config.maxima and not config.given):
         foreign.fill_tops(base, address, tops, edge, head, end, groups, first_vector, count, rounds, thread, config)
     words = hold_tops(base, tops, first_vector, count, rounds, groups, thread, config)
     steps.mark(base, thread, 2, config)

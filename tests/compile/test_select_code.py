@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,17 @@ import torch
 
 from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
-from keysieve.kernels.select_config import CLUSTERS, SELECT, TOPK, VECTORS, SelectConfig, SharedMap
+from keysieve.kernels.select_config import (
+    CLUSTERS,
+    SELECT,
+    TOPK,
+    TOPS,
+    TOPS_VECTORS,
+    VECTORS,
+    SelectConfig,
+    SharedMap,
+    TopsConfig,
+)
 from keysieve.kernels.select_host import (
     SPREAD_BYTES,
     Selector,
@@ -35,12 +46,18 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
         assert places.cleared % 16 == places.arrivals % 8 == places.scratch % 16 == places.edges % 16 == 0
         offsets = [
             *places.high, *places.low, *places.chunks, *places.bins, *places.lows, *places.found, *places.sums,
-            places.arrivals, places.tiles, places.groups, places.picks, places.table, places.edges, places.scratch,
-            places.total,
+            places.arrivals, places.tiles, places.edges, places.landings, places.scratch, places.table, places.groups,
+            places.picks, places.total,
         ]  # fmt: skip
         assert offsets == sorted(offsets)
         assert places.picks - places.groups == 4 * config.held_groups
-        assert places.table - places.picks == 4 * config.k_class
+        assert places.total - places.picks >= 4 * config.k_class
+        assert places.groups - places.table == 4 * config.table_words
+        assert places.scratch - places.landings >= 8 * config.chunks * config.warps
+        assert places.landings % 8 == places.ring % 16 == 0
+        rings = 16 * config.chunk_groups * config.chunks * config.warps
+        assert places.ring == places.groups, "lists and picks come after the row has streamed through"
+        assert places.total - places.ring >= rings > 64 << 10 or not config.streamed
         assert config.held_groups >= config.k_class, "the second level must hold the keys of K groups"
 
 
@@ -52,8 +69,9 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
         (SELECT, SelectConfig(2048, 8, 1024)),
         (TOPK, SelectConfig(4096, 1, 1024, maxima=False)),
         (TOPK, SelectConfig(2048, 8, 512, maxima=False)),
+        (TOPK, SelectConfig(2048, 8, 512, maxima=False, given=True)),
     ],
-    ids=["select-alone", "select-shared", "topk-alone", "topk-shared"],
+    ids=["select-alone", "select-shared", "topk-alone", "topk-shared", "topk-given"],
 )
 def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
@@ -66,12 +84,14 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
     assert launch.dynamic_shared == "run time"
     assert launch.programmatic == "run time"
     ways = 2 + (config.cluster > 1)  # through the kernel: short rows, long rows, blocks that a shared row spares
-    assert facts.count(r"griddepcontrol\.wait") == (1 + ways if config.maxima else 1)
+    waits = 1 + ways if config.maxima else ways if config.given else 1
+    assert facts.count(r"griddepcontrol\.wait") == waits
     assert facts.count(r"griddepcontrol\.launch_dependents") == ways
     assert facts.count(r"atom\.") == 0, "no atomic's result may decide a position"
     assert facts.count(r"red\.(relaxed\.gpu\.)?global") == 1, "the flag word only"
     assert facts.count(r"ld\.global\.(nc\.)?.*v4") >= VECTORS
     shared_rows = config.cluster > 1
+    assert (facts.count(r"cp\.async\.bulk") > 0) == config.streamed
     assert (facts.count(r"st\.async") > 0) == shared_rows
     assert facts.count(r"fence\.acq_rel|membar") == 0, (
         "a cluster barrier with fences costs a trip to L2 in every thread"
@@ -92,13 +112,27 @@ def test_no_block_reads_from_another_one(kernel: Kernel) -> None:
     pattern = re.compile("|".join(f"(?P<{name}>{text})" for text, name in marks.items()))
     order = [match.lastgroup for match in pattern.finditer(ptx)]
     changes = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
-    assert changes == ["send", "wait"] * 6
+    chunks = ["wait"] * config.streamed  # of a row that streams in, before anything is sent
+    assert changes == chunks + ["send", "wait"] * 6
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_maxima_of_a_row_are_a_kernel_of_their_own(arch: str) -> None:
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+    facts = build(TOPS, TopsConfig(), arch).facts
+    (code,) = facts.kernels
+    assert code.frame_bytes == code.stack_bytes == 0
+    (launch,) = facts.launches
+    assert launch.programmatic == "run time"
+    assert facts.count(r"griddepcontrol\.wait") == facts.count(r"griddepcontrol\.launch_dependents") == 1
+    assert facts.count(r"ld\.global\.nc.*v4") == TOPS_VECTORS, "all of a thread's keys are asked for at once"
+    assert facts.count(r"st\.global") == TOPS_VECTORS
 
 
 def test_two_small_blocks_fit_an_sm() -> None:
     for kernel in (SELECT, TOPK):
         for config in kernel.admitted("sm_90a"):
-            if config.threads == 512:
+            if config.threads == 512 and not config.streamed:
                 assert 2 * (config.shared_bytes + 1024) <= 228 * 1024
 
 
@@ -106,9 +140,9 @@ class Recorder:
     """Stands for a launcher: keeps what was launched with which configuration."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[SelectConfig, tuple[int, ...]]] = []
+        self.calls: list[tuple[Any, tuple[int, ...]]] = []
 
-    def make(self, kernel: Kernel, config: SelectConfig) -> Any:
+    def make(self, kernel: Kernel, config: Any) -> Any:
         assert config in list(kernel.admitted("sm_90a"))
         return lambda *args: self.calls.append((config, args))
 
@@ -178,6 +212,25 @@ def test_a_topk_call_passes_what_the_entry_takes() -> None:
     assert (args[6], args[7], args[10]) == (3, 200, 5_000)
 
 
+def test_the_maxima_of_one_long_row_come_from_a_kernel_in_front() -> None:
+    seen = Recorder()
+    use = Selector(seen.make, k=100, max_rows=1, max_len=600_000, sms=SMS, maxima=False)
+    logits = torch.zeros(1, 500_003, dtype=torch.bfloat16)[:, 3:]
+    lens = torch.zeros(1, dtype=torch.int32)
+    need = topk_workspace_bytes(1, 600_000, 100, SMS)
+    assert need >= 600_007 // 8 * 2
+    room = torch.empty(need, dtype=torch.uint8)
+    use.topk(logits, lens, workspace=room, **outputs(1, 100))
+    use.topk(logits, lens, workspace=room, chained=True, **outputs(1, 100))
+    (front, first), (behind, second), (_, chained), (_, last) = seen.calls
+    assert isinstance(front, TopsConfig)
+    assert behind.given
+    assert first[:4] == second[:4] == (logits.data_ptr(), room.data_ptr(), 500_003, need)
+    assert first[4:] == (lens.data_ptr(), 1, 1, -(-500_007 // (8 * front.groups)), 500_000, 0)
+    assert (second[10], len(second)) == (500_000, ARGUMENTS)
+    assert (second[24], chained[9], last[24]) == (1, 1, 1), "the second kernel may always start early"
+
+
 def test_nothing_is_launched_for_no_rows() -> None:
     seen = Recorder()
     use = Selector(seen.make, k=7, max_rows=4, max_len=100, sms=SMS, maxima=False)
@@ -197,11 +250,11 @@ def test_a_missing_workspace_is_refused() -> None:
 @pytest.mark.parametrize("k", [1, 2048, 2049, 4096])
 @pytest.mark.parametrize("max_len", [64, 8192, 32768, 131072, 1 << 20, 1 << 26])
 def test_what_may_be_asked_for_is_loaded_beforehand(k: int, max_len: int) -> None:
-    for max_rows in (1, 7, 16, 17, 33, 66, 67, 132, 133, 512):
-        loaded = configs_up_to(max_rows, max_len, k, SMS, True)
-        assert {config_for(rows, max_len, k, SMS, True) for rows in range(1, max_rows + 1)} <= set(loaded)
+    for max_rows, maxima in product((1, 2, 7, 16, 17, 33, 66, 67, 132, 133, 512), (True, False)):
+        loaded = configs_up_to(max_rows, max_len, k, SMS, maxima)
+        assert {config_for(rows, max_len, k, SMS, maxima) for rows in range(1, max_rows + 1)} <= set(loaded)
         for config in loaded:
-            assert config in list(SELECT.admitted("sm_90a"))
+            assert config in list((SELECT if maxima else TOPK).admitted("sm_90a"))
             assert config.cluster in CLUSTERS
             assert config.k_class >= k
 
@@ -223,3 +276,7 @@ def test_rows_are_shared_while_the_chip_has_room() -> None:
     assert shape(32, 32768) == (2, 512), "two small blocks hold all keys of a row"
     assert shape(512, 65536) == (1, 512), "many rows: two blocks an SM"
     assert config_for(32, 131072, 2048, SMS, False).cluster == 2, "every key is read: two SMs read faster"
+    pair = config_for(64, 65536, 2048, SMS, False)
+    assert (pair.cluster, pair.threads) == (2, 1024), "two large blocks hold all keys of a foreign row"
+    assert config_for(1, 1 << 20, 2048, SMS, False).given
+    assert not config_for(2, 1 << 20, 2048, SMS, False).given, "two rows' own blocks are as fast"

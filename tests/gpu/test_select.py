@@ -94,10 +94,18 @@ def test_select_any_k(device: torch.device, case: int) -> None:
 
 
 def run_topk(
-    device: torch.device, kind: str, k: int, lens: list[int], cluster: int, mapped: bool, stride: int, at: int
+    device: torch.device,
+    kind: str,
+    k: int,
+    lens: list[int],
+    cluster: int,
+    mapped: bool,
+    stride: int,
+    at: int,
+    width: int = 0,
 ) -> None:
     rows = [values(kind, 1, max(1, n), min(k, max(1, n)), device, 5 + t)[0] for t, n in enumerate(lens)]
-    width = max(lens)
+    width = max(width, *lens)
     memory = torch.full((at + len(lens) * (width + stride),), float("inf"), dtype=torch.bfloat16, device=device)
     logits = memory[at:].view(len(lens), width + stride)[:, :width]
     for t, n in enumerate(lens):
@@ -160,6 +168,31 @@ def test_topk_parts_beyond_the_registers(device: torch.device, case: int) -> Non
     for kind in ("gaussian", "relu", "few"):
         run_topk(device, kind, K, [1_000_003, 600_000, 200_000], case, mapped=True, stride=1, at=1)
         run_select(device, kind, K, [1_000_003, 600_000, 200_000], 1, case, counted=True)
+
+
+@cases("gaussian", "relu", "equal", "few", "specials", "nan", "lowdigit")
+def test_topk_of_one_long_row(device: torch.device, case: str) -> None:
+    """A row whose maxima a kernel of its own computes, on all SMs; the row may turn out short."""
+    for longest, length, stride, at in (
+        (1_000_003, 1_000_003, 1, 1),
+        (300_001, 299_990, 5, 3),
+        (524_288, 524_288, 0, 0),
+        (600_000, 70_001, 1, 2),
+        (600_000, 2_049, 3, 3),
+        (1 << 20, 2_048, 0, 0),
+    ):
+        for k in (K, 705):
+            assert selector(device, k, 1, longest, 8, False).config(1).given
+            run_topk(device, case, k, [length], 8, mapped=stride == 5, stride=stride, at=at, width=longest)
+
+
+@cases(*[(c, kind) for c in (2, 4, 8) for kind in ("gaussian", "relu", "nan")])
+def test_topk_streams_rows(device: torch.device, case: tuple[int, str]) -> None:
+    """Parts beyond the registers of two blocks, four or eight, of any alignment; parts that end within a chunk, too."""
+    cluster, kind = case
+    for longest, stride, at in ((cluster * 33_001, 1, 1), (cluster * 34_567 + 3, 3, 7), (cluster * 65_536, 0, 0)):
+        lens = [longest, longest - 1, cluster * 16_500, 2_049, longest - 1023, 16_385, 0, longest - 4097]
+        run_topk(device, kind, K, lens, cluster, mapped=stride == 3, stride=stride, at=at)
 
 
 def test_rows_of_a_batch_and_alone_agree(device: torch.device) -> None:

@@ -25,19 +25,29 @@ class Hog:
 
 @cases((True, 1), (True, 8), (False, 1), (False, 8))
 def test_ten_thousand_replays(device: torch.device, case: tuple[bool, int]) -> None:
+    replay(device, *case, [30_000, 2_000, 140_001, 9_000, 0, 65_536, 2_049, 20_000])
+
+
+def test_ten_thousand_replays_of_two_kernels(device: torch.device) -> None:
+    """Maxima from a kernel in front, into a workspace that is overwritten before each launch."""
+    assert selector(device, K, 1, 500_001, 8, False).config(1).given
+    replay(device, False, 8, [500_001])
+
+
+def replay(device: torch.device, maxima: bool, cluster: int, lens: list[int]) -> None:
     """A graph of 20 launches on tied rows, replayed 500 times beside a memory hog: every output equals the first."""
-    maxima, cluster = case
-    lens = [30_000, 2_000, 140_001, 9_000, 0, 65_536, 2_049, 20_000]
+    count = len(lens)
     rows = [
         values("pairs" if t % 2 else "relu", 1, max(1, n), min(K, max(1, n)), device, t)[0] for t, n in enumerate(lens)
     ]
-    out = Outputs(8, K, device)
-    use = selector(device, K, 8, max(lens), cluster, maxima)
+    out = Outputs(count, K, device)
+    use = selector(device, K, count, max(lens), cluster, maxima)
     step = compact(rows, lens, 1, K)
-    logits = torch.zeros(8, max(lens), dtype=torch.bfloat16, device=device)
+    logits = torch.zeros(count, max(lens), dtype=torch.bfloat16, device=device)
     for t, n in enumerate(lens):
         logits[t, :n] = rows[t][:n]
-    room = poison((max(16, topk_workspace_bytes(8, max(lens), K, sms_for(8, cluster))),), torch.uint8, device)
+    need = topk_workspace_bytes(count, max(lens), K, sms_for(count, cluster))
+    room = poison((max(16, need),), torch.uint8, device)
 
     def launch() -> None:
         if maxima:
