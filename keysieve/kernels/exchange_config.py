@@ -42,7 +42,7 @@ class MergeConfig:
     def resident(self) -> int:
         """Blocks that share a multiprocessor: two if so few words leave the registers for it. (Left alone the assembler
         aims at two, and spills.)"""
-        return 2 if self.tagged and self.rounds == 3 and self.k_class == 2048 else 1
+        return 2 if self.tagged and self.rounds == 3 else 1
 
     @property
     def shared_bytes(self) -> int:

@@ -183,10 +183,6 @@ class Merge:
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
         lists = Lists(config, base, thread, world, rank, interleave, n, k, planes, divide)
         row_lists.note_clock(lists, 0)
-        drawn = Uint32(row)
-        if ordered != Int32(0):  # many rows: most blocks start late, and what they wait for is the counter
-            ptx.grid_wait()
-            drawn = output.draw_row(lists, ticket)
         row_lists.clear(lists)
         mine = Int64(0)
         if cutlass.const_expr(config.tagged):
@@ -194,12 +190,11 @@ class Merge:
         if cutlass.const_expr(config.rounds > 0):
             row_lists.hold_all(lists)
             share = latency.share_first(lists)
-        output.tell_row(lists, drawn, ticket, rows, ordered)
-        cute.arch.sync_threads()  # a thread counts its words as soon as it has them: the histogram is clear by then
-        row = Int32(ptx.load_shared(lists.note(row_lists.FOUND_ROW)))
-        if ordered == Int32(0):
-            ptx.grid_wait()
+            cute.arch.sync_threads()  # a thread counts its words as soon as it has them: the histogram is clear by then
+        ptx.grid_wait()
         row_lists.note_clock(lists, 1)
+        if ordered != Int32(0):
+            row = output.draw_row(lists, ticket, rows)
         length = Int32(0)
         if lens != Int64(0):
             length = ptx.load(lens + Int64(row) * Int64(4), Int32)

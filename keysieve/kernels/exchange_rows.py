@@ -15,21 +15,15 @@ from keysieve.kernels.exchange_lists import FOUND_CUT, FOUND_ROW, FOUND_THRESHOL
 
 
 @cute.jit
-def draw_row(lists: Any, ticket: Int64) -> Uint32:
-    """The next row, in the block's first thread; blocks that start later get higher ones."""
-    drawn = Uint32(0)
+def draw_row(lists: Any, ticket: Int64, rows: Int32) -> Int32:
+    """The next row; blocks that start later get higher ones. The last block puts the counter back to 0."""
     if lists.thread == Int32(0):
         drawn = ptx.atom_global(ticket, Uint32(1), "add")
-    return drawn
-
-
-@cute.jit
-def tell_row(lists: Any, drawn: Uint32, ticket: Int64, rows: Int32, ordered: Int32) -> None:
-    """The first thread's row to all threads, behind a block barrier. The last block puts the counter back to 0."""
-    if lists.thread == Int32(0):
-        ptx.store_shared(lists.note(FOUND_ROW), drawn)
-        if ordered != Int32(0) and drawn == Uint32(rows - Int32(1)):
+        if drawn == Uint32(rows - Int32(1)):
             ptx.store(ticket, Uint32(0), "relaxed", "gpu")
+        ptx.store_shared(lists.note(FOUND_ROW), drawn)
+    cute.arch.sync_threads()
+    return Int32(ptx.load_shared(lists.note(FOUND_ROW)))
 
 
 @cute.jit
