@@ -29,7 +29,7 @@ from keysieve.inputs import (
 )
 from keysieve.plan import Plan, Problem, make_plan
 from keysieve.reference.rows import physical_rows
-from keysieve.repeats import MOST_FORMS, KnownCall, repeatable
+from keysieve.repeats import MOST_FORMS, AnyForm, UsualForm, known_call, repeatable
 from keysieve.spec import IndexerSpec
 from keysieve.workspace import check_dcp, next_n_counts
 
@@ -90,7 +90,7 @@ class DecodeIndexer:
             spec, self._backend.name, max_rows, max_context, self.next_n, max_total_keys, sharding, bool(early_release)
         )
         self._runner: Any = self._backend.runner(make_plan(problem), self.device, dcp)
-        self._known: tuple[KnownCall, ...] = ()
+        self._known: tuple[AnyForm | UsualForm, ...] = ()
         self._handle = ops.register(self)
 
     @property
@@ -258,10 +258,10 @@ class DecodeIndexer:
                 given = positions if isinstance(positions, torch.Tensor) else None
                 codes, words = query_of(query)
                 tensors = (codes, cache.data, weights, seq_lens, index_table, kv_table, out, counts, given, words)
-                self._remember(KnownCall(tensors, cache, kv_page, block_rows, positions, result, relaunch))
+                self._remember(known_call(tensors, cache, kv_page, block_rows, positions, result, relaunch))
         return result
 
-    def _remember(self, known: KnownCall) -> None:
+    def _remember(self, known: AnyForm | UsualForm) -> None:
         """The newest form is looked at first; the oldest is forgotten."""
         self._known = (known, *self._known[: MOST_FORMS - 1])
 

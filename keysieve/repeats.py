@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from keysieve.cache import IndexCache
+from keysieve.forms import same_form
 from keysieve.inputs import Selection
 
 MOST_FORMS = 8
@@ -115,7 +116,7 @@ class KnownCall:
             "_rows",
             "_rows_bytes",
         ),
-        *("_same", "_turns", "relaunch", "repeat"),
+        *("_same", "_turns", "relaunch"),
     )
 
     def __init__(
@@ -150,17 +151,13 @@ class KnownCall:
         )
         self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
-        usual = self.any_form if self._direct is None else self.usual(self._direct)
-        self.repeat: Callable[..., Selection | None] = usual
 
     def usual(self, direct: Callable[..., None]) -> Callable[..., Selection | None]:
         """What :meth:`any_form` does, for its most frequent form: a table, rows and counts given, no positions; FP8.
 
         The form's values are the function's own variables and no branch is left for other forms: a tenth of what
-        Python costs in a step. direct: makes the launches. Other forms get :meth:`any_form`.
+        Python costs in a step. direct: makes the launches.
         """
-        if self._absent is not None or self._positions is not False or self._paired:
-            return self.any_form
         same, key_format, page, rows_a_block = self._same, self._key_format, self._kv_page, self._block_rows
         misaligned, rows_bytes, counts_bytes = self._misaligned, self._rows_bytes, self._counts_bytes
         current_device, raw_stream, index, turns = self._current_device, self._raw_stream, self._index, self._turns
@@ -285,6 +282,41 @@ class KnownCall:
         return _selection(Selection, (out, counts, positions))
 
 
+class AnyForm(KnownCall):
+    """A known call that is repeated by looking at everything."""
+
+    __slots__ = ()
+
+    repeat = KnownCall.any_form  # a method: kept in the instance it would keep the instance, and a workspace, alive
+
+
+class UsualForm(KnownCall):
+    """A known call of the most frequent form, with a function of its own."""
+
+    __slots__ = ("repeat",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self._direct is not None
+        self.repeat: Callable[..., Selection | None] = self.usual(self._direct)
+
+
+def known_call(
+    arguments: tuple[torch.Tensor | None, ...],
+    cache: IndexCache,
+    kv_page: int | None,
+    block_rows: int | None,
+    positions: bool | torch.Tensor,
+    result: Selection,
+    relaunch: Relaunch,
+) -> AnyForm | UsualForm:
+    """A :class:`KnownCall` of these arguments: ``repeat`` makes the call again if it has this form."""
+    table, out, counts, _, words = arguments[5:]
+    every = table is not None and out is not None and counts is not None
+    usual = relaunch.direct is not None and every and words is None and positions is False
+    return (UsualForm if usual else AnyForm)(arguments, cache, kv_page, block_rows, positions, result, relaunch)
+
+
 _selection = tuple.__new__
 """Makes a Selection of its fields in half the time that calling the class takes."""
 
@@ -307,88 +339,3 @@ def span_bytes(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return tensor.element_size() * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-
-
-# ---------------------------------------------------------------------------------------------------- form of tensors
-
-
-def same_form(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    """A function of as many objects: do they have these tensors' types, dtypes, devices, shapes and strides?
-
-    It may say no where the answer is yes, never the other way round.
-    """
-    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-    compared = _compared_by_torch(tensors) if plain else None
-    return compared if compared is not None else _compared_here(tensors)
-
-
-def _compared_here(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    wanted = [_form(t) for t in tensors]
-
-    def same(*given: object) -> bool:
-        return [_form(t) for t in given] == wanted
-
-    return same
-
-
-def _form(tensor: object) -> object:
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-
-
-def _guards_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    """torch's own comparison of tensor forms, as torch.compile uses it: all tensors in one call, in C++.
-
-    Not a public interface: :func:`_torch_compares` tries it before it is relied on.
-    """
-    from torch._C._dynamo.guards import TensorGuards
-
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
-
-
-def _compared_by_torch(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
-    """torch's comparison, or None where it cannot be used: it also wants the objects to be different ones."""
-    if not _torch_compares():
-        return None
-    check = _guards_of(tensors)
-    return check if check(*tensors) else None
-
-
-_works: bool | None = None
-
-
-def _torch_compares() -> bool:
-    """Does this torch's comparison see every difference that matters? Tried once, on small tensors of the CPU."""
-    global _works
-    if _works is None:
-        try:
-            _works = _tried()
-        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-            _works = False
-    return _works
-
-
-def _tried() -> bool:
-    with torch.inference_mode(False):
-        base = torch.zeros(8, 8, dtype=torch.int32)
-    check = _guards_of((base[:4, :4], base[0]))
-    others: list[object] = [
-        base[:4, :5],
-        base[:3, :4],
-        base.t()[:4, :4],
-        base.view(4, 16)[:, :4],
-        base.view(torch.float32)[:4, :4],
-        base.view(torch.uint32)[:4, :4],
-        base[:4, :4].to("meta").as_strided((4, 4), (8, 1)),
-        base[0],
-        base[:4, :4].tolist(),
-        None,
-    ]
-    return (
-        bool(check(base[:4, :4], base[0]))
-        and bool(check(base[4:, 4:], base[1]))
-        and not any(check(other, base[0]) for other in others)
-        and not check(base[:4, :4], base[:, 0])
-    )

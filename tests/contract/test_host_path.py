@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keysieve as ks
-from keysieve import IndexerSpec, repeats
+from keysieve import IndexerSpec, forms, repeats
 from keysieve import indexer as indexer_module
 
 Change = Callable[[Any], Any]
@@ -26,9 +26,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """A faked device, under both ways of comparing the form of tensors."""
     made = Device()
     if request.param.startswith("python"):
-        monkeypatch.setattr(repeats, "_works", False)
+        monkeypatch.setattr(forms, "_works", False)
     else:
-        assert repeats._torch_compares(), "this torch is one that the comparison was written for"
+        assert forms._torch_compares(), "this torch is one that the comparison was written for"
     made.install(monkeypatch)
     return made
 
@@ -324,6 +324,23 @@ def test_no_tensor_of_a_call_is_kept(device: Device) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None] * 9
     assert len(indexer._known) == 2
+
+
+@pytest.mark.parametrize("good", GOOD)
+def test_a_dropped_indexer_gives_its_workspace_back_at_once(device: Device, good: str) -> None:
+    """Known forms hold the runner; were they part of a cycle, gigabytes would wait for the garbage collector."""
+    indexer = build()
+    for _ in range(2):
+        assert Outcome(device, indexer, GOOD[good]()).error is None
+    assert indexer._known
+    workspace = weakref.ref(indexer._runner)
+    gc.collect()
+    gc.disable()
+    try:
+        del indexer
+        assert workspace() is None
+    finally:
+        gc.enable()
 
 
 def test_formats_at_the_same_addresses_are_told_apart(device: Device) -> None:

@@ -29,6 +29,7 @@ LAYERS = {
     "keysieve.compile": 4,
     "keysieve.launch": 5,
     "keysieve.relaunch": 5,
+    "keysieve.forms": 1,
     "keysieve.repeats": 5,
     "keysieve.testing": 5,
     "keysieve.dcp": 6,
