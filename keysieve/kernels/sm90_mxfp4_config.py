@@ -80,11 +80,15 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
 
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
-    """The cut that is launched for `config`: three warpgroups, each with a tile's keys widened in registers."""
+    """The cut that is launched for `config`.
+
+    Three warpgroups, each with its tile's keys in registers. More of them, or two smaller blocks, were no faster.
+    """
+    shape = ScoreShape(groups=3, stages=15, registers=(56, 152), chunk_columns=64)
     if config.columns <= 64 and (config.heads, config.next_n) not in fp8.CROWDED:
-        shape = ScoreShape(groups=3, stages=15, query_stages=4, registers=(56, 152), resident=True)
-    else:
-        shape = ScoreShape(groups=3, stages=15, query_stages=2, registers=(56, 152), chunk_columns=64)
+        shape = replace(shape, query_stages=4, resident=True)
+    elif (config.heads, config.next_n) in ((32, 4), (64, 2)):
+        shape = replace(shape, chunk_columns=128, ahead=1)
     while smem_map(config, shape).total > MAX_BLOCK_SHARED:
         shape = replace(shape, stages=shape.stages - shape.groups)
     return shape

@@ -118,9 +118,6 @@ def place_scales(codes: Uint32, zero: Uint32) -> Any:
     return Uint32(offsets), Uint32(factor), Int32(apart)
 
 
-BALANCED = True
-
-
 def fixed_words(table: Uint32) -> tuple[Uint32, ...]:
     """What `widen_word` wants in registers, from behind the table."""
     return tuple(ptx.load_shared(table + Uint32(TABLE + 4 * i)) for i in range(3))
@@ -134,16 +131,11 @@ def widen_word(word: Uint32, low: Uint32, high: Uint32, fixed: tuple[Uint32, ...
     """
     halves, minus, two = fixed
     codes = word & Uint32(MAGNITUDES)
-    if BALANCED:
-        signs = packed.multiply_add(codes, minus, word)
-        upper, above = packed.high_half(codes), packed.high_half(signs)
-    else:
-        upper, above = codes >> Uint32(16), word >> Uint32(16)
+    signs = packed.multiply_add(codes, minus, word)
+    upper, above = packed.high_half(codes), packed.high_half(signs)
     first, second = ptx.byte_perm(low, high, codes), ptx.byte_perm(low, high, upper)
     sign, other = ptx.byte_perm(halves, halves, word), ptx.byte_perm(halves, halves, above)
-    if BALANCED:
-        return packed.multiply_add(sign, two, first), packed.multiply_add(other, two, second)
-    return first + sign * Uint32(2), second + other * Uint32(2)
+    return packed.multiply_add(sign, two, first), packed.multiply_add(other, two, second)
 
 
 @cute.jit
