@@ -35,7 +35,8 @@ def unlaunchable(device: torch.device | str | int) -> str | None:
     if wanted.type != "cuda":
         return message("device", got=wanted, accepted="a CUDA device", remedy="Move the tensors, or use backend='cpu'.")
     if not torch.cuda.is_available():
-        return message("device", got=wanted, accepted="a usable CUDA device", remedy="torch finds no CUDA device here.")
+        remedy = "torch finds no CUDA device here: use a CPU ('cpu'), or install a driver and a CUDA build of torch."
+        return message("device", got=wanted, accepted="a usable CUDA device", remedy=remedy)
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     if index >= torch.cuda.device_count():
         remedy = "Name a device that exists."

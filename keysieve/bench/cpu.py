@@ -26,6 +26,7 @@ import torch
 
 from keysieve.api import DecodeIndexer, score
 from keysieve.bench import timing
+from keysieve.bench.places import require_file
 from keysieve.cache import IndexCache
 from keysieve.checks import require_int
 from keysieve.quantize import quantize_query
@@ -108,10 +109,16 @@ class Setup:
         return True
 
 
+def say(text: str) -> None:
+    """Progress, seen at once: a run takes from seconds to minutes."""
+    print(f"  {text}", flush=True)
+
+
 def time_alternately(calls: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
     """Sorted microseconds of every call, each run ``repeats`` times in turn, after one turn that is not counted."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 1):
+        say(f"timing both sides: turn {turn} of {repeats}" if turn else "timing both sides: a turn that is not counted")
         for call, taken in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()
@@ -167,7 +174,9 @@ def record(setup: Setup, case: str, times: Sequence[float], **values: Any) -> ti
 
 def measure_speed(requests: int, keys: int, heads: int, topk: int, repeats: int) -> timing.Record:
     """Time keysieve's step and the obvious code, alternately, after checking the selection."""
+    say(f"{requests} x {keys} keys, {heads} heads: making the cache")
     setup = Setup(IndexerSpec(heads=heads, topk=topk), requests, keys)
+    say("comparing every selection with a stable sort")
     exact = setup.is_exact()
     ours, plain = time_alternately((setup.step, setup.obvious), repeats)
     middle = plain[len(plain) // 2]
@@ -204,11 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for name in _NUMBERS:
         require_int(name, getattr(args, name[2:].replace("-", "_")), 1, MAX_CONTEXT, "Give at least one.")
+    require_file("--json", args.json)
     torch.set_num_threads(1)
     if args.only_memory:
         print(measure_memory(args.memory_keys, args.heads, args.topk).line())
         return 0
     speed = measure_speed(args.requests, args.keys, args.heads, args.topk, args.repeats)
+    say(f"the memory of a row of {args.memory_keys} keys, in a process of its own")
     line = memory_of_own_process(args)
     memory = json.loads(line)
     ratio, peak = speed.extra["ratio"], memory["peak_bytes"] / 2**20

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from keysieve.bench.places import require_folder
 from keysieve.bench.report import Line, chosen, options, read, say_left_out, split, title
 
 _ROW = 0.17  # inches a case
@@ -109,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     measured = read(args.files)
     shown = chosen(measured, args.op)
+    require_folder("--out", args.out)
     for device, op in shown:
         path = args.out / f"bench-{op}-{'-'.join(device.lower().split())}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
         picture(device, op, measured.of(device, op)).savefig(path, dpi=140)
         print(f"picture: {path}")
     say_left_out(measured)

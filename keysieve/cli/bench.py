@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keysieve.checks import UnsupportedError
+from keysieve.checks import UnsupportedError, refuse
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,22 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, usage=parser.format_help)
 
 
+def arranged(given: Sequence[str]) -> Sequence[str]:
+    """A command line with ``bench --cpu``'s topic written out: argparse would take an option's value for the topic."""
+    if not given or given[0] != "bench" or "--cpu" not in given:
+        return given
+    rest = [word for word in given[1:] if word != "--cpu"]
+    named = bool(rest) and not rest[0].startswith("-")
+    return given if named else ["bench", "cpu", *rest]
+
+
 def run(args: argparse.Namespace) -> int:
     """Run a topic; its exit code: 0 if all results were exact and within their limits."""
-    if args.topic is None and args.cpu:
-        args.topic = "cpu"
+    if args.cpu or "--cpu" in args.options:
+        if args.topic != "cpu":
+            remedy = f"`keysieve bench cpu` measures the cpu backend; leave --cpu out for {args.topic}."
+            refuse("--cpu", got=f"it with the topic {args.topic}", accepted="no topic, or cpu", remedy=remedy)
+        args.options = [word for word in args.options if word != "--cpu"]
     if args.topic is None:
         print(args.usage())
         return 0 if args.help else 2
@@ -67,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
         reason = unlaunchable("cuda")
         if reason is not None:
-            raise UnsupportedError(reason)
+            raise UnsupportedError(" ".join((reason, "`keysieve bench --cpu` measures the cpu backend instead.")))
     options = [*(["--help"] if args.help else []), *args.options]
     program = sys.argv[0]
     sys.argv[0] = f"keysieve bench {args.topic}"  # what a topic's parser calls itself

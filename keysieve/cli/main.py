@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         parser().print_help(sys.stderr)
         return REFUSED
-    args = parser().parse_args(given)
+    args = parser().parse_args(bench.arranged(given))
     try:
         code: int = args.run(args)
         sys.stdout.flush()  # here, where a reader that has left is not a traceback

@@ -144,7 +144,76 @@ def test_topics_that_need_a_gpu_say_why_there_is_none(capsys: pytest.CaptureFixt
     for name, topic in TOPICS.items():
         if topic.gpu:
             assert cli.main(["bench", name]) == 2
-            assert reason in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert reason in said
+            assert "use a CPU ('cpu')" in said
+            assert "`keysieve bench --cpu`" in said
+
+
+FEW = ["--requests", "2", "--keys", "256", "--heads", "8", "--topk", "16", "--repeats", "1", "--memory-keys", "4096"]
+
+
+@pytest.mark.parametrize("words", [["--cpu", *FEW], [*FEW, "--cpu"], ["cpu", *FEW, "--cpu"], ["--cpu", "cpu", *FEW]])
+def test_cpu_anywhere_is_the_topic_with_its_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from keysieve.bench import cpu
+
+    given: list[list[str]] = []
+    monkeypatch.setattr(cpu, "main", lambda options: given.append(options) or 0)
+    assert cli.main(["bench", *words]) == 0
+    assert given == [FEW]
+
+
+@pytest.mark.parametrize("words", [["score", "--cpu"], ["--cpu", "score"], ["table", "x.jsonl", "--cpu"]])
+def test_cpu_with_another_topic_is_refused_with_what_to_type(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words]) == 2
+    said = capsys.readouterr().err
+    assert "--cpu: got it with the topic" in said
+    assert "`keysieve bench cpu`" in said
+
+
+def test_the_cpu_topic_says_what_it_is_doing_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keysieve.bench import cpu
+
+    said: list[str] = []
+
+    def last(args: argparse.Namespace) -> str:
+        said.append(capsys.readouterr().out)
+        return cpu.measure_memory(args.memory_keys, args.heads, args.topk).line()
+
+    monkeypatch.setattr(cpu, "memory_of_own_process", last)
+    assert cli.main(["bench", "--cpu", *FEW, "--json", str(tmp_path / "new" / "a.jsonl")]) in (0, 1)
+    assert len((tmp_path / "new" / "a.jsonl").read_text().splitlines()) == 2
+    for step in ("2 x 256 keys, 8 heads", "comparing every selection", "turn 1 of 1", "a row of 4096 keys"):
+        assert step in said[0]
+    assert "selections exact" in capsys.readouterr().out
+
+
+def test_places_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keysieve.bench import cpu
+
+    def measured(*_: object) -> None:
+        raise AssertionError("measured before the place was looked at")
+
+    monkeypatch.setattr(cpu, "measure_speed", measured)
+    monkeypatch.setattr(plot, "picture", measured)
+    lines = written(tmp_path / "a.jsonl", {})
+    for words in (
+        ["cpu", "--json", str(tmp_path)],
+        ["cpu", "--json", str(lines / "below-a-file" / "b.jsonl")],
+        ["plot", str(lines), "--out", str(lines)],
+        ["plot", str(lines), "--out", str(lines / "below-a-file")],
+    ):
+        assert cli.main(["bench", *words]) == 2
+        said = capsys.readouterr().err
+        assert f"{words[-2]}: got {words[-1]} (" in said
+        assert "can be written" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("topic", sorted(TOPICS))
