@@ -31,30 +31,35 @@ WITHOUT_KERNELS = ("writers", "queries")
 GPU_STAGES = (*ALL_STAGES, "exchange")
 
 
-def scope_for(device: torch.device, backend: str = "auto", stages: Sequence[str] | None = None) -> Scope:
+def scope_for(
+    device: torch.device, backend: str = "auto", stages: Sequence[str] | None = None, numerics: str | None = None
+) -> Scope:
     """The scope of a run of ``stages`` (None: all) on ``device``.
+
+    numerics: every case's; None: both on the CPU, elsewhere what a spec without a choice of its own gets there.
 
     Raises:
         UnsupportedError: no configuration runs there; the text is the reason of the first.
     """
     if device.type == "cpu":
-        reason = supports(IndexerSpec(heads=8, topk=8), backend=backend, device=device)
+        reason = supports(IndexerSpec(heads=8, topk=8, numerics=numerics), backend=backend, device=device)
         if reason is not None:
             raise UnsupportedError(reason)
-        return Scope(device, backend)
+        return Scope(device, backend) if numerics is None else Scope(device, backend, numerics=(numerics,))
     if stages is not None and set(stages) <= set(WITHOUT_KERNELS) and torch.cuda.is_available():
         return Scope(device, backend)
     runs: list[tuple[str, int, int]] = []
     reasons: list[str] = []
     for key_format, heads, next_n in GPU_SPECS:
-        reason = supports(IndexerSpec(heads=heads, topk=64, key_format=key_format), next_n, backend, device)
+        spec = IndexerSpec(heads=heads, topk=64, key_format=key_format, numerics=numerics)
+        reason = supports(spec, next_n, backend, device)
         if reason is None:
             runs.append((key_format, heads, next_n))
         else:
             reasons.append(reason)
     if not runs:
         raise UnsupportedError(reasons[0])
-    return Scope(device, backend, tuple(runs), numerics=(None,), repeats=GPU_REPEATS)
+    return Scope(device, backend, tuple(runs), numerics=(numerics,), repeats=GPU_REPEATS)
 
 
 def stages_for(scope: Scope) -> tuple[str, ...]:

@@ -44,7 +44,8 @@ def draw_step(seed: int, scope: Scope, hostile: float = 0.2, spoiled: float = 0.
         if size != "small" and scope.specs is None:
             given["heads"] = 8
         if size == "long":
-            given["numerics"] = "fp32"
+            if set(scope.numerics) != {"bf16"}:  # unless nothing else was asked for
+                given["numerics"] = "fp32"
             given.setdefault("next_n", rng.choice([1, 2]))
         case = draw_case(seed, **given, max_context=contexts[size], max_requests=1 if size == "long" else 4)
         case = case if size == "long" else _fewer_rows(case, 8)

@@ -29,6 +29,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--cases", type=int, default=None, help="stop after this many cases")
     parser.add_argument("--device", default="cpu", help="cpu (default) or a CUDA device")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, sm90 or sm100")
+    parser.add_argument(
+        "--numerics",
+        choices=("fp32", "bf16"),
+        default=None,
+        help="of every case; default: both on the CPU, the device's own on a GPU (bf16 on Blackwell)",
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the run; default: drawn from the clock, and printed")
     parser.add_argument("--stage", default=None, metavar="A,B", help="only these stages; `--stage help` lists them")
     parser.add_argument("--replay", type=int, default=None, metavar="SEED", help="one case of one --stage, by its seed")
@@ -75,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = 60.0 * args.minutes if args.minutes is not None else None
     if seconds is None and args.cases is None:
         seconds = 60.0 * DEFAULT_MINUTES
-    print(f"keysieve check on {scope.device}: stages {', '.join(names)}; seed {base}", flush=True)
+    only = f"; numerics {args.numerics}" if args.numerics else ""
+    print(f"keysieve check on {scope.device}: stages {', '.join(names)}{only}; seed {base}", flush=True)
     with _Progress(seconds, args.cases) as progress:
         tally = run_cases(
             scope,
@@ -98,7 +105,7 @@ def _scope(args: argparse.Namespace, stages: tuple[str, ...] | None) -> Scope:
     from keysieve.check.devices import scope_for
 
     torch.set_num_threads(1)  # cases are small; more threads only get in each other's way
-    return scope_for(as_device(args.device), args.backend, stages)
+    return scope_for(as_device(args.device), args.backend, stages, args.numerics)
 
 
 def _report(tally: Tally, args: argparse.Namespace) -> int:
@@ -112,11 +119,12 @@ def _report(tally: Tally, args: argparse.Namespace) -> int:
 def _failure_text(failure: Failure, args: argparse.Namespace) -> str:
     where = "" if args.device == "cpu" else f" --device {args.device}"
     backend = "" if args.backend == "auto" else f" --backend {args.backend}"
+    numerics = "" if args.numerics is None else f" --numerics {args.numerics}"
     described = failure.description.replace("\n", "\n    ")
     return (
         f"MISMATCH in {failure.stage}: {failure.error}\n"
         f"  smallest case found ({failure.steps} simplifications): {failure.small_error}\n    {described}\n"
-        f"  repeat: keysieve check --stage {failure.stage} --replay {failure.seed}{where}{backend}"
+        f"  repeat: keysieve check --stage {failure.stage} --replay {failure.seed}{where}{backend}{numerics}"
     )
 
 

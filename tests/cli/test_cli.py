@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from keysieve import IndexerSpec, supports
-from keysieve.check import steps
+from keysieve.check import devices, steps
 from keysieve.check.runner import STAGES
 from keysieve.check.trial import Scope
 from keysieve.cli import doctor as doctor_cli
@@ -68,6 +69,42 @@ def test_keep_going_reports_several(capsys: pytest.CaptureFixture[str], monkeypa
     captured = capsys.readouterr()
     assert captured.err.count("MISMATCH in ") == 10
     assert "10 mismatches" in captured.out
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "bf16"])
+def test_numerics_asked_for_are_those_of_every_case(
+    numerics: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str | None] = []
+    judged = steps.expected_logits
+
+    def noted(trial: Any, lengths: list[int], rule: str) -> Any:
+        drawn.append(trial.case.spec.numerics)
+        return judged(trial, lengths, rule)
+
+    monkeypatch.setattr(steps, "expected_logits", noted)
+    assert run("check", "--cases", "60", "--seed", "3", "--stage", "steps,scores", "--numerics", numerics) == 0
+    assert f"numerics {numerics}" in capsys.readouterr().out
+    assert len(drawn) == 60
+    assert set(drawn) == {numerics}
+    monkeypatch.setattr(steps.brute, "select", lambda bits, k: list(range(min(k, len(bits)))))
+    assert run("check", "--cases", "60", "--seed", "3", "--stage", "steps", "--numerics", numerics) == 1
+    assert f"--numerics {numerics}" in capsys.readouterr().err.splitlines()[-1], "what repeats the case has it too"
+
+
+@pytest.mark.parametrize("numerics", [None, "fp32", "bf16"])
+def test_numerics_asked_for_reach_the_gpu_kernels(numerics: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str | None] = set()
+
+    def supported(spec: IndexerSpec, *_: object) -> None:
+        asked.add(spec.numerics)
+
+    monkeypatch.setattr(devices, "supports", supported)
+    scope = devices.scope_for(torch.device("cuda"), numerics=numerics)
+    assert asked == {numerics}
+    assert scope.numerics == (numerics,)
+    wanted = {numerics} if numerics else {None, "fp32"}  # long contexts are fp32 unless something else was asked for
+    assert {steps.draw_step(seed, scope).case.spec.numerics for seed in range(150)} == wanted
 
 
 def test_same_seed_same_cases() -> None:
