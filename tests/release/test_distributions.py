@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -66,16 +67,20 @@ def test_what_is_inside(distributions: Path) -> None:
     assert not [name for name in inside if name.startswith(("tests/", "docs/", "tools/", "build/"))]
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "pyproject.toml", "keysieve/py.typed"} <= names
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "keysieve/py.typed"} <= names
+    assert shipped <= names
 
 
-def test_installed_into_a_clean_environment(distributions: Path, tmp_path: Path) -> None:
-    """torch and numpy come from this environment by a path file: their download is not what is tested."""
-    (wheel,) = distributions.glob("*.whl")
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_installed_into_a_clean_environment(distributions: Path, tmp_path: Path, kind: str) -> None:
+    """Both are installed, the sdist by building it there; then the library and its command work.
+
+    torch, numpy and what builds come from this environment by a path file: their download is not what is tested.
+    """
+    (archive,) = distributions.glob(kind)
     home = tmp_path / "clean"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     (packages,) = (home / "lib").glob("python*/site-packages")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -84,6 +89,11 @@ def test_installed_into_a_clean_environment(distributions: Path, tmp_path: Path)
         if "keysieve" not in path.name.lower() and not path.name.endswith(".pth"):
             (bare / path.name).symlink_to(path)
     (packages / "outside.pth").write_text(f"{bare}\n")
+    run(
+        python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", cwd=tmp_path
+    )  # Python 3.11 brings an old one
+    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    run(python, "-m", "pip", "install", *options, archive, cwd=tmp_path)
     code = "import keysieve, sys; print(keysieve.__file__); print(keysieve.__version__)"
     where, version = run(python, "-c", code, cwd=tmp_path).split()
     assert Path(where).is_relative_to(home)
@@ -91,3 +101,11 @@ def test_installed_into_a_clean_environment(distributions: Path, tmp_path: Path)
     assert run(home / "bin" / "keysieve", "--version", cwd=tmp_path).strip().endswith(keysieve.__version__)
     found = run(home / "bin" / "keysieve", "check", "--minutes", "0.02", "--device", "cpu", cwd=tmp_path)
     assert "0 mismatches" in found
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == [keysieve.__version__]
+    newest = re.search(r"^## (?:Unreleased \()?\[?([0-9][^\s\])]*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None, "CHANGELOG has no section with a version"
+    assert newest[1] == keysieve.__version__
