@@ -59,11 +59,13 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from rich.console import Console
 
+    from keysieve.bench.places import require_folder
     from keysieve.demo import pictures, ranks
     from keysieve.demo.run import run as read
 
     console = Console()
     settings = _settings(args)
+    require_folder("--out", args.out)
     source = args.text or "the text that ships with keysieve"
     parts = f"{settings.prompt} as a prompt, then {settings.steps} one by one"
     console.print(f"Reading {len(settings.text)} bytes of {source}: {parts}.")

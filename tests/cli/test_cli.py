@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,23 @@ def test_missing_package_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     assert "pip install 'keysieve[demo]'" in err
     assert run("doctor") == 0, "doctor prints plain tables without rich"
     assert "backend cpu" in capsys.readouterr().out
+
+
+def test_the_demo_looks_at_its_folder_before_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("rich", "transformers", "matplotlib"):
+        pytest.importorskip(package, reason="the demo needs it")
+    from keysieve.demo import run as demo_run
+
+    def read(*_: object) -> None:
+        raise AssertionError("read the text first")
+
+    monkeypatch.setattr(demo_run, "run", read)
+    taken = tmp_path / "a file"
+    taken.write_text("")
+    assert run("demo", "--bytes", "64", "--steps", "2", "--out", str(taken)) == 2
+    assert f"--out: got {taken} (File exists); accepted: a folder" in capsys.readouterr().err
 
 
 def test_doctor_json_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
