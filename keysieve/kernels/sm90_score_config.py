@@ -90,11 +90,19 @@ class ScoreShape:
             raise ValueError(f"{self}: one or two products in flight")
         if self.producer_warps not in (2, 4) or (self.registers[0] and self.producer_warps != 4):
             raise ValueError(f"{self}: 2 or 4 producer warps, 4 where registers are reallocated")
+        if WARPGROUP * (self.registers[0] + self.groups * self.registers[1]) > self.threads * self.even_registers:
+            # A warpgroup would wait for ever for registers that no other gives back.
+            raise ValueError(f"{self}: more registers than the block starts with")
 
     @property
     def threads(self) -> int:
         """Threads of a block: the consumers, then the producers."""
         return self.groups * WARPGROUP + self.producer_warps * 32
+
+    @property
+    def even_registers(self) -> int:
+        """Registers a thread starts with: an even split among the blocks of a multiprocessor, in eights."""
+        return REGISTER_FILE // (self.per_sm * self.threads) // 8 * 8
 
 
 @dataclass(frozen=True)

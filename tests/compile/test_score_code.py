@@ -13,6 +13,7 @@ from keysieve.kernels.sm90_score_config import (
     REGISTER_FILE,
     WARPGROUP,
     ScoreConfig,
+    ScoreShape,
     chunks_of,
     shape_of,
     smem_map,
@@ -26,6 +27,14 @@ SOME = [
     ScoreConfig("fp8_ue8m0", 32, 8, "compact", "float32"),
     ScoreConfig("fp8_fp32", 64, 8, "pitched", "float32"),
 ]
+
+
+def test_a_cut_that_would_wait_for_registers_is_refused() -> None:
+    ScoreShape(groups=4, stages=8, query_stages=4, registers=(40, 104))
+    with pytest.raises(ValueError, match="more registers than the block starts with"):
+        ScoreShape(groups=4, stages=8, query_stages=4, registers=(40, 112))  # 640 threads start with 96 each
+    with pytest.raises(ValueError, match="more registers than the block starts with"):
+        ScoreShape(groups=2, stages=8, registers=(48, 232))
 
 
 def test_every_shape_fits_the_chip() -> None:
