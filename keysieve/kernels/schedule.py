@@ -28,13 +28,11 @@ __all__ = [
     "FLAG_BAD_PAGE",
     "FLAG_OVERFLOW",
     "block_range",
-    "build_prefix",
     "few",
     "find_request",
     "find_request_together",
     "lengths_of",
     "longest_row",
-    "prefix_of_few",
     "prefix_of_many",
     "prefix_word",
     "range_of_many",
@@ -91,72 +89,6 @@ def tiles_and_half(longest: Int32, skip: Int32) -> tuple[Int32, Int32]:
 def few(next_n: int) -> int:
     """Requests up to which one warp builds the prefix table: a lane takes up to four lengths."""
     return 32 * max(1, 4 // next_n)
-
-
-@cute.jit
-def build_prefix(
-    lens: Any,
-    requests: Int32,
-    limit: Int32,
-    skip: Int32,
-    prefix: Uint32,
-    scratch: Uint32,
-    thread: Int32,
-    next_n: cutlass.Constexpr[int],
-    threads: cutlass.Constexpr[int],
-) -> Any:
-    """Fill the prefix table by all threads of the block, whatever the number of requests; ends with a block barrier.
-
-    scratch: shared address of threads / 32 words. Returns this thread's number of lengths above the limit.
-    """
-    faults = Int32(0)
-    if requests <= Int32(few(next_n)):
-        if thread < Int32(32):
-            faults = prefix_of_few(lens, requests, limit, skip, prefix, thread, next_n)
-    else:
-        faults = prefix_of_many(lens, requests, limit, skip, prefix, scratch, thread, next_n, threads)
-    cute.arch.sync_threads()
-    return faults
-
-
-@cute.jit
-def prefix_of_few(
-    lens: Any,
-    requests: Int32,
-    limit: Int32,
-    skip: Int32,
-    prefix: Uint32,
-    lane: Int32,
-    next_n: cutlass.Constexpr[int],
-) -> Any:
-    """Fill the prefix table (shared address `prefix`, requests + 1 words) for at most `few(next_n)` requests, one warp.
-
-    The warp may read the table at once; others after a barrier. Returns this lane's number of lengths above the limit.
-    """
-    run = few(next_n) // 32
-    each = (requests + Int32(31)) >> Int32(5)
-    first = lane * each
-    faults = Int32(0)
-    tiles = [Int32(0) for _ in range(run)]
-    halves = [Int32(0) for _ in range(run)]
-    mine = Int32(0)
-    for i in cutlass.range_constexpr(run):
-        longest = Int32(0)
-        if Int32(i) < each and first + Int32(i) < requests:
-            longest, bad = longest_row(lens, first + Int32(i), limit, next_n)
-            faults = faults + bad
-        tiles[i], halves[i] = tiles_and_half(longest, skip)
-        mine = mine + tiles[i]
-    upto = scan.warp_inclusive(mine, lane)
-    running = upto - mine
-    for i in cutlass.range_constexpr(run):
-        if Int32(i) < each and first + Int32(i) < requests:
-            _put(prefix, first + Int32(i), running, halves[i])
-        running = running + tiles[i]
-    if lane == Int32(31):
-        _put(prefix, requests, upto, Int32(0))
-    cute.arch.sync_warp()
-    return faults
 
 
 @cute.jit

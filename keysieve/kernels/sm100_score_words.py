@@ -65,15 +65,6 @@ def _check(n: int) -> None:
         raise ValueError(f"n {n}: a multiple of {N_STEP} up to {MAX_N}")
 
 
-def swizzled(offset: int, row_bytes: int) -> int:
-    """Where a byte that belongs at `offset` lies in rows of `row_bytes` under the swizzle of that width.
-
-    The 16-byte chunk within a row is exclusive-ored with the row's number: bits 4.. of the address with bits 7.. .
-    """
-    bits = {128: 7, 64: 3, 32: 1}[row_bytes]
-    return offset ^ (offset >> 7 & bits) << 4
-
-
 def scale_offset(row: Any) -> Any:
     """Byte offset of the scale word of operand row `row` (0..127) in its 512 bytes of shared memory.
 
