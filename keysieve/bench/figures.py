@@ -168,7 +168,8 @@ def by_context(measured: Measurements, axes: Any) -> list[Line]:
 def by_batch(measured: Measurements, axes: Any) -> list[Line]:
     """Share of the limit that a score and a step reach, by case in the order of their bytes."""
     scores, steps = usual(measured, "score"), usual(measured, "step")
-    cases = sorted(scores.keys() & steps.keys(), key=lambda case: (float(steps[case]["limit_us"]), case))
+    known = [case for case in scores if case in steps and scores[case].get("limit_us") and steps[case].get("limit_us")]
+    cases = sorted(known, key=lambda case: (float(steps[case]["limit_us"]), case))
     for shift, (name, lines) in zip((-0.2, 0.2), (("score", scores), ("step", steps)), strict=True):
         shares = [100 * lines[case]["limit_us"] / lines[case]["us"] for case in cases]
         of = commits([lines[case] for case in cases])

@@ -23,6 +23,7 @@ import torch
 import keysieve as ks
 from keysieve.bench import timing
 from keysieve.bench.caches import make_pool
+from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
 from keysieve.relaunch import Calls, launch_list
 from keysieve.repeats import ADDRESSES
@@ -135,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--processors", action="store_true", help="also time the step on each processor")
     args = parser.parse_args(argv)
+    require_file("--out", args.out)
     device = torch.device("cuda", torch.cuda.current_device())
     parts = Parts(make_pool(1024, device), CASE)
     parts.gate()

@@ -1,4 +1,4 @@
-"""Times of the scorer on one H200, DeepGEMM beside it in the same run where it is installed, exactness first.
+"""Times of the scorer on one GPU, DeepGEMM beside it in the same run where it is installed, exactness first.
 
     python -m keysieve.bench.score [--set main,heads64,bimodal] [--only 32x128K] [--out docs/measurements/score.jsonl]
                                    [--format fp8_fp32] [--no-peers] [--prepare] [--seconds 45] [--warm-peers]
@@ -25,15 +25,13 @@ import torch
 from keysieve.backends import load, name_for
 from keysieve.bench import timing
 from keysieve.bench.caches import make_pool, make_query, page_values, query_values
+from keysieve.bench.limits import Rates, limit_text, rates_of, rounded, share_text
+from keysieve.bench.places import require_file
 from keysieve.launch import Launcher, arch_of
 from keysieve.reference.layouts import row_tops
 from keysieve.spec import FORMATS, PAGE, TILE, IndexerSpec
 from keysieve.testing.score_bound import logit_bound
 
-READ_BANDWIDTH = 4.27e12
-"""Bytes a second that a grid-stride read of 4 GiB reaches on an H200."""
-PRODUCT_RATE = 1.58e15
-"""FP8 operations a second that large products reach there."""
 TOPK = 2048
 POOL_PAGES = 140_000
 MOST_SETS = 400
@@ -64,11 +62,15 @@ class Case:
         """Key and scale bytes of an iteration."""
         return self.keys * self.spec.format.width
 
-    @property
-    def limit_us(self) -> float:
-        """Bytes read and written at the read bandwidth; above heads x next_n = 128 the products, if longer."""
-        moved = (self.read_bytes + self.keys * self.next_n * 2.25) / READ_BANDWIDTH
-        products = 2 * 128 * self.heads * self.next_n * self.keys / PRODUCT_RATE
+    def limit_us(self, rates: Rates | None) -> float | None:
+        """Bytes read and written at the read bandwidth; above heads x next_n = 128 the products, if longer.
+
+        None for a device whose rates nobody has measured.
+        """
+        if rates is None:
+            return None
+        moved = (self.read_bytes + self.keys * self.next_n * 2.25) / rates.read
+        products = 2 * 128 * self.heads * self.next_n * self.keys / rates.products
         return 1e6 * (max(moved, products) if self.heads * self.next_n > 128 else moved)
 
 
@@ -306,7 +308,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
         format=case.key_format,
         numerics="fp32",
         exact=True,
-        limit_us=round(case.limit_us, 2),
+        limit_us=rounded(case.limit_us(rates_of(device)), 2),
         peers=peers,
         extra={
             "error_over_magnitude": float(f"{excess:.3g}"),
@@ -350,6 +352,14 @@ def warm_peers(peer: DeepGemm, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def told(record: timing.Record) -> str:
+    """A case's line of output."""
+    limit, share = limit_text(record.limit_us, 6), share_text(record.limit_us, record.us)
+    beside = " ".join(f"{name} {us:.1f}" for name, us in record.peers.items())
+    line = f"{record.case:>18} h{record.heads} {record.us:8.2f} us ({record.us_min:.2f}..{record.us_max:.2f})"
+    return f"{line} limit {limit} ({share}) {beside}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit status 1 when a gate failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -362,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--warm-peers", action="store_true", help="only have the peers build their kernels")
     args = parser.parse_args(argv)
+    require_file("--out", args.out)
     begin = time.monotonic()
     names = set(filter(None, args.only.split(",")))
     listed = [c for group in args.set.split(",") for c in CASE_SETS[group] if not names or c.name in names]
@@ -395,10 +406,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         if args.out is not None:
             timing.append(args.out, record)
-        share = case.limit_us / record.us
-        beside = " ".join(f"{name} {us:.1f}" for name, us in record.peers.items())
-        line = f"{case.name:>18} h{case.heads} {record.us:8.2f} us ({record.us_min:.2f}..{record.us_max:.2f})"
-        print(f"{line} limit {case.limit_us:6.1f} ({share:4.0%}) {beside}", flush=True)
+        print(told(record), flush=True)
     return 1 if failed else 0
 
 

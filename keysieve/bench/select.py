@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from keysieve.bench import timing
+from keysieve.bench.limits import Rates, rates_of
+from keysieve.bench.places import require_file
 from keysieve.checks import KeysieveError
 from keysieve.kernels.select_host import Selector, topk_workspace_bytes
 from keysieve.launch import Launcher
 from keysieve.spec import GROUP, TILE
-
-BANDWIDTH = 4.27e12
-"""Bytes a second that one H200 reads; the limit of a case is its bytes over this."""
 
 SHAPES = (
     (1, 4096), (1, 32768), (1, 131072), (1, 1 << 20), (8, 131072), (32, 131072), (128, 4096), (128, 32768), (64, 65536),
@@ -191,6 +190,11 @@ def peer_calls(inputs: Inputs) -> dict[str, Callable[[int], object]]:
     return found
 
 
+def limit_us(size: int, rates: Rates | None) -> float | None:
+    """The limit of `size` bytes moved, in microseconds: None for a device whose bandwidth nobody has measured."""
+    return None if rates is None else round(size / rates.read * 1e6, 3)
+
+
 def measure(case: Case, kind: str, k: int, peers: bool, device: torch.device) -> list[timing.Record]:
     """Gate, then times: one record for each entry."""
     size = 2 * case.elements + 2 * case.elements // GROUP
@@ -235,7 +239,7 @@ def measure(case: Case, kind: str, k: int, peers: bool, device: torch.device) ->
                 topk=k,
                 peers=others,
                 exact=True,
-                limit_us=round(read / BANDWIDTH * 1e6, 3),
+                limit_us=limit_us(read, rates_of(device)),
                 extra=extra,
             )
         )
@@ -279,6 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default="", help=f"comma list of {', '.join(KINDS)}")
     parser.add_argument("--warm-peers", action="store_true", help="only build the peers that compile when first used")
     args = parser.parse_args(argv)
+    require_file("--out", args.out)
     device = torch.device("cuda", torch.cuda.current_device())
     if args.warm_peers:
         warm_peers(device)
