@@ -17,6 +17,9 @@ from keysieve.spec import FORMATS, PAGE, TILE
 
 Launch = Callable[..., None]
 
+MOST_BLOCKS = 1023
+"""Multiprocessors that a scorer is launched for. With two blocks on each, `schedule_homes.reciprocal` stays exact."""
+
 
 class Config(Protocol):
     """What is asked of a scorer's configuration."""
@@ -59,6 +62,7 @@ def score_compact(
     """
     del words
     _require_layout(config, "compact")
+    _require_blocks(blocks)
     requests = index_table.shape[0]
     if requests == 0:
         return
@@ -106,6 +110,7 @@ def score_pitched(
     """
     del words
     _require_layout(config, "pitched")
+    _require_blocks(blocks)
     requests = index_table.shape[0]
     if requests == 0:
         return
@@ -113,6 +118,11 @@ def score_pitched(
     pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
     outputs = (logits.data_ptr(), sharding, 0, flags.data_ptr())  # no maxima: the sharding in their place
     launch(*pointers, *outputs, *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
+
+
+def _require_blocks(blocks: int) -> None:
+    if not 0 < blocks <= MOST_BLOCKS:
+        raise ValueError(f"blocks: {blocks} multiprocessors; the scorers' home tiles are exact for 1 to {MOST_BLOCKS}")
 
 
 def _require_layout(config: Config, layout: str) -> None:

@@ -9,8 +9,13 @@ import random
 from itertools import accumulate
 
 import pytest
+import torch
+
+from keysieve.kernels import sm90_score_host
+from keysieve.kernels.sm90_score_config import ScoreConfig
 
 MOST = 4
+FEW = 128  # requests up to which blocks have home tiles
 
 
 def plan(tiles: list[int], blocks: int) -> list[list[tuple[int, int]]]:
@@ -43,3 +48,25 @@ def test_every_tile_once_and_no_block_above_an_even_share(seed: int) -> None:
             (r, tile) for r, count in enumerate(tiles) for tile in range(count)
         ]
         assert max(map(len, done)) <= -(-sum(tiles) // blocks)
+
+
+def test_the_reciprocal_divides_exactly_for_every_block_a_scorer_may_have() -> None:
+    """The rule of `schedule_homes.reciprocal`: 2^20 over the requests, rounded up, in 32-bit integers."""
+    most = 2 * sm90_score_host.MOST_BLOCKS
+    for requests in range(1, FEW + 1):
+        over = ((requests + 0xFFFFF) & 0xFFFFFFFF) // requests
+        assert most * over < 2**31
+        assert all(block * over >> 20 == block // requests for block in range(most + 1)), requests
+
+
+@pytest.mark.parametrize("blocks", [0, -1, sm90_score_host.MOST_BLOCKS + 1])
+@pytest.mark.parametrize("layout", ["compact", "pitched"])
+def test_more_blocks_than_the_rule_is_exact_for_are_refused(layout: str, blocks: int) -> None:
+    config = ScoreConfig("fp8_fp32", 8, 1, layout, "float32")
+    some = torch.zeros(1, 128, dtype=torch.int32)
+    buffers = {"logits": some, "flags": some, "blocks": blocks, "max_context": 64}
+    if layout == "compact":
+        buffers |= {"topk": 0, "tops": some, "starts": some}
+    call = getattr(sm90_score_host, f"score_{layout}")
+    with pytest.raises(ValueError, match="blocks: "):
+        call(lambda *_: None, config, some, some, some, some, some, **buffers)
