@@ -294,7 +294,7 @@ def test_a_row_longer_than_its_table_or_max_len_is_empty_and_reported() -> None:
     assert bool((logits[1] == -torch.inf).all())
     assert torch.equal(logits[0], logits_of(case, 400)[0])
     assert "row 1" in report
-    assert "index table" in report
+    assert "index_table" in report
     logits, report = scored_with_faults(case, 100)
     assert bool((logits[1] == -torch.inf).all())
     assert bool(logits[0].isfinite().all())
