@@ -18,6 +18,7 @@ from keysieve.launch import Launcher
 from keysieve.reference.keys import key16
 from keysieve.reference.layouts import CompactLayout, compact_layout
 from keysieve.spec import FORMATS, PAGE, pitch_of
+from keysieve.testing.score_bound import logit_bound
 
 SENTINEL = 0x7ABC
 POISON_ID = 0x7F0F0F0F
@@ -187,36 +188,69 @@ def problem(
     return Problem(config, query, cache, weights, table, tuple(lengths), max_context, words)
 
 
-def run(p: Problem, *, topk: int = 0, blocks: int = 132, capacity: int | None = None) -> Result:
-    """Score `p` into sentinel-filled buffers. capacity: elements of the compact buffer (default: what is needed)."""
+@dataclass(frozen=True)
+class Buffers:
+    """Where a launch writes, and what it reads beside the problem's tensors."""
+
+    logits: torch.Tensor
+    tops: torch.Tensor | None
+    starts: torch.Tensor | None
+    flags: torch.Tensor
+    lens: torch.Tensor
+    capacity: int = 0
+
+    def fill(self) -> None:
+        """Sentinels everywhere."""
+        self.logits.fill_(SENTINEL)
+        if self.tops is not None:
+            self.tops.fill_(SENTINEL)
+
+
+def buffers(p: Problem, *, topk: int = 0, capacity: int | None = None) -> Buffers:
+    """Sentinel-filled buffers for `p`. capacity: elements of the compact buffer (default: what is needed)."""
     device = p.query.device
     lens = torch.tensor(p.lengths, dtype=torch.int32, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
-    common = (launcher(p.config), p.config, p.query, p.cache, p.weights, lens, p.table)
-    host = host_of(p.config)
     if p.config.layout == "pitched":
         pitch = pitch_of(max(1, *p.usable))
         logits = torch.full((len(p.lengths), pitch), SENTINEL, dtype=torch.int16, device=device)
-        out = logits.view(torch.bfloat16)
-        host.score_pitched(*common, max_context=p.max_context, logits=out, flags=flags, blocks=blocks, words=p.words)
-        return Result(logits, None, None, int(flags.item()))
+        return Buffers(logits, None, None, flags, lens)
     layout = compact_layout(p.usable, p.config.next_n, topk if topk else 0)
     size = max(layout.elements, 128 * p.config.next_n) if capacity is None else capacity
     logits = torch.full((size + 1024,), SENTINEL, dtype=torch.int16, device=device)
     tops = torch.full((size // 8 + 128,), SENTINEL, dtype=torch.int16, device=device)
     starts = torch.full((p.table.shape[0] + 1,), -7, dtype=torch.int32, device=device)
+    return Buffers(logits, tops, starts, flags, lens, size)
+
+
+def launch(p: Problem, into: Buffers, *, topk: int = 0, blocks: int = 132) -> None:
+    """One launch of the scorer on the current stream; nothing waits for it."""
+    common = (launcher(p.config), p.config, p.query, p.cache, p.weights, into.lens, p.table)
+    host = host_of(p.config)
+    if into.tops is None:
+        out = into.logits.view(torch.bfloat16)
+        host.score_pitched(
+            *common, max_context=p.max_context, logits=out, flags=into.flags, blocks=blocks, words=p.words
+        )
+        return
     host.score_compact(
         *common,
         topk=topk,
         max_context=p.max_context,
-        logits=logits[:size].view(torch.bfloat16),
-        tops=tops[: size // 8],
-        starts=starts,
-        flags=flags,
+        logits=into.logits[: into.capacity].view(torch.bfloat16),
+        tops=into.tops[: into.capacity // 8],
+        starts=into.starts,
+        flags=into.flags,
         blocks=blocks,
         words=p.words,
     )
-    return Result(logits, tops, starts, int(flags.item()))
+
+
+def run(p: Problem, *, topk: int = 0, blocks: int = 132, capacity: int | None = None) -> Result:
+    """Score `p` into sentinel-filled buffers. capacity: elements of the compact buffer (default: what is needed)."""
+    into = buffers(p, topk=topk, capacity=capacity)
+    launch(p, into, topk=topk, blocks=blocks)
+    return Result(into.logits, into.tops, into.starts, int(into.flags.item()))
 
 
 def layout_of(p: Problem, topk: int) -> CompactLayout:
@@ -260,6 +294,22 @@ def assert_frame(p: Problem, result: Result, topk: int = 0) -> None:
     assert bool((result.tops[keep_tops] == SENTINEL).all()), "a top outside the rows"
     want = torch.cumsum(torch.tensor((0, *layout.tiles)), 0).tolist()
     assert result.starts.tolist() == want, "starts"
+
+
+def assert_within_bound(p: Problem, result: Result) -> None:
+    """Every logit lies within the derived bound of the exact one, and much nearer on ordinary data."""
+    for t, row in enumerate(rows_of(p, result)):
+        if row is None:
+            continue
+        got = row.view(torch.bfloat16).double()
+        exact, magnitude = exact_row(p, t)
+        excess = (got - exact).abs() - logit_bound(exact, magnitude, p.config.heads)
+        assert bool((excess <= 0).all()), f"row {t}: {float(excess.max())} above the bound"
+        # The bound is a worst case; what the hardware does on ordinary data is two orders nearer.
+        near = (got - exact).abs() - exact.abs() * 2.0**-8
+        # (Block scales that lie apart within a vector put more of it below the bits that the unit keeps.)
+        share = 2.0**-12 if p.config.key_format != "mxfp4" else 2.0**-9
+        assert bool((near <= magnitude * share).all()), f"row {t}: far from the exact logits"
 
 
 def exact_row(p: Problem, row: int) -> tuple[torch.Tensor, torch.Tensor]:
