@@ -54,8 +54,7 @@ class Context:
         draw = torch.Generator().manual_seed(seed)
         rows = len(g.lens)
         query, scale = ks.quantize_query(self.spec, torch.randn(rows, g.heads, 128, generator=draw))
-        assert isinstance(query, torch.Tensor)
-        self.query = query
+        self.query = query if isinstance(query, tuple) else (query,)
         self.weights = ks.fold_weights(torch.randn(rows, g.heads, generator=draw), scale, 128**-0.5).to(g.weights)
         self.keys = torch.randn(g.requests, g.longest, 128, generator=draw).bfloat16()
         if g.distinct:
@@ -97,7 +96,8 @@ class Rank:
         self.owned = keys[(keys // g.interleave) % world == rank] if world > 1 else keys
         self.cache, self.table = context.cache(self.owned if g.sharded or dcp is None else keys, device)
         self.kv_table = context.kv_table(self.owned.numel(), device)
-        self.query, self.weights = context.query.to(device), context.weights.to(device)
+        self.query = tuple(part.to(device) for part in context.query)
+        self.weights = context.weights.to(device)
         self.lens = context.lens.to(device)
         self.indexer = ks.DecodeIndexer(
             context.spec, len(g.lens), g.max_context or g.longest, g.next_n, device=device, dcp=dcp, **options
@@ -110,8 +110,9 @@ class Rank:
         requests = count // self.context.geometry.next_n
         more.setdefault("positions", True)
         more.setdefault("kv_table", self.kv_table[:requests])
+        query = tuple(part[:count] for part in self.query)
         return self.indexer(
-            self.query[:count],
+            query if len(query) > 1 else query[0],
             self.cache,
             self.weights[:count],
             self.lens[:count],

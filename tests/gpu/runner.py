@@ -1,4 +1,4 @@
-"""Run the device tests without pytest: `python tests/gpu/runner.py [-k TEXT] [--fail-fast]`.
+"""Run the device tests without pytest: `python tests/gpu/runner.py [-k TEXT].. [--fail-fast]`.
 
 The same functions that pytest runs from this folder (see `harness.py`). Prints one line a test, then a summary; the
 exit status is 1 when anything failed, 2 when no device can be used.
@@ -22,8 +22,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "device"), str(HERE.parents[1])]
 import harness  # noqa: E402  # the path above makes it importable
 
 
-def tests(text: str) -> Iterator[tuple[str, Callable[..., None], dict[str, Any]]]:
-    """(name, function, arguments beside the device) of every test whose name contains `text`."""
+def tests(texts: list[str]) -> Iterator[tuple[str, Callable[..., None], dict[str, Any]]]:
+    """(name, function, arguments beside the device) of every test whose name contains one of `texts`."""
     for path in sorted(HERE.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         for name, function in inspect.getmembers(module, inspect.isfunction):
@@ -32,14 +32,16 @@ def tests(text: str) -> Iterator[tuple[str, Callable[..., None], dict[str, Any]]
             listed = getattr(function, "cases", None)
             for arguments in [{}] if listed is None else [{"case": case} for case in listed]:
                 label = f"{path.stem}::{name}" + (f"[{arguments['case']}]" if arguments else "")
-                if text in label:
+                if any(text in label for text in texts):
                     yield label, function, arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only tests whose name contains this")
+    parser.add_argument(
+        "-k", action="append", metavar="TEXT", help="only tests whose name contains this; may be given several times"
+    )
     parser.add_argument("--fail-fast", action="store_true")
     args = parser.parse_args(argv)
     reason = harness.unavailable()
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = harness.device()
     passed, failed = 0, []
-    for label, function, arguments in tests(args.k):
+    for label, function, arguments in tests(args.k or [""]):
         lacking = harness.lacking(function)
         if lacking is not None:
             print(f"skip           {label}: {lacking}", flush=True)

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
+from dcp_two import TASKS
 from harness import cases, devices
 
 
 @devices(2)
-@cases("cases", "replays", "full", "alternate", "gathered", "groups", "killed")
+@cases(*TASKS, "expandable groups")
 def test_two_ranks(device: torch.device, case: str) -> None:
     del device
     script = Path(__file__).with_name("dcp_two.py")
-    done = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, timeout=170, check=False)
+    command = [sys.executable, str(script), *case.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
