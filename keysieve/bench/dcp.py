@@ -1,6 +1,6 @@
 """The exchange between devices: what it adds to a step, beside NCCL's all-gather, and whole context-parallel steps.
 
-    python -m keysieve.bench.dcp [--world 2] [--only exchange,late,rescue,steps] [--out docs/measurements/dcp.jsonl]
+    keysieve bench dcp [--world 2] [--only exchange,late,rescue,steps] [--out docs/measurements/dcp.jsonl]
 
 One process a device. `exchange`: score + local top-N + exchange + merge, less score + local top-N of the same run; its
 peer is score + local top-K + NCCL all-gather + merge, less score + local top-K. `late`: one rank sleeps a millisecond
@@ -32,9 +32,10 @@ from keysieve.bench.dcp_chain import Chain
 from keysieve.bench.limits import H200
 from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
+from keysieve.checks import refuse
 from keysieve.reference.dcp_maps import global_positions
 from keysieve.reference.topk import select
-from keysieve.spec import PAGE, default_topn
+from keysieve.spec import MAX_WORLD, PAGE, default_topn
 
 ROWS = (1, 16, 64, 128, 512)
 TARGETS_US = {1: 6.0, 16: 6.0, 64: 6.0, 128: 10.0, 512: 20.0}
@@ -262,6 +263,18 @@ def _rank(rank: int, world: int, port: int, only: str, out: Path | None, seconds
     dist.destroy_process_group()
 
 
+def require_devices(world: int) -> None:
+    """Refuse more ranks than there are devices, and a single one."""
+    found = torch.cuda.device_count()
+    if not 2 <= world <= min(found, MAX_WORLD):
+        refuse(
+            "--world",
+            got=world,
+            accepted=f"2..{found}: a device of this host for each rank",
+            remedy="`keysieve bench dcp-virtual` measures ranks that share one device.",
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -271,6 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this many seconds")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
+    require_devices(args.world)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """A cost model of the exchange, fitted to records, and what it expects of larger groups.
 
-    python -m keysieve.bench.dcp_model [--records docs/measurements/dcp.jsonl] [--figure docs/figures/dcp-scaling.svg]
+    keysieve bench dcp-model [--records docs/measurements/dcp.jsonl] [--figure docs/figures/dcp-scaling.svg]
 
 What exchange and merge add to a step of `rows` rows on W ranks, in microseconds:
 
@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from keysieve.bench.places import require_file
+from keysieve.checks import refuse
 from keysieve.spec import candidate_words, default_topn
 
 SMS = 132
@@ -186,9 +188,14 @@ def scaled(times: dict[int, float], found: Model, world: int, rows: int) -> floa
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=Path("docs/measurements/dcp.jsonl"))
+    where = Path("docs/measurements/dcp.jsonl")
+    parser.add_argument("--records", type=Path, default=where, help=f"what was measured (default: {where})")
     parser.add_argument("--figure", type=Path, default=None, help="an .svg or .png to draw")
     args = parser.parse_args(argv)
+    if not args.records.is_file():
+        remedy = "Measure with `keysieve bench dcp-virtual` and `keysieve bench dcp`, both with --out."
+        refuse("--records", got=f"{args.records}, which is not there", accepted="a file of JSON lines", remedy=remedy)
+    require_file("--figure", args.figure)
     records = [json.loads(line) for line in args.records.read_text().splitlines() if line.strip()]
     found = model(records)
     per_pair = found.push.values[1], found.merge.values[1]

@@ -1,4 +1,4 @@
-"""Pushing to W ranks and merging from them, with all ranks on one device: ``python -m keysieve.bench.dcp_virtual``.
+"""Pushing to W ranks and merging from them, with all ranks on one device: ``keysieve bench dcp-virtual``.
 
 No link is crossed, and kernels of the ranks follow one another on one stream, so every merge finds its words in place:
 what is measured is the work of the kernels as W grows, not the time that words are on their way. (A second round waits
@@ -19,6 +19,7 @@ import torch
 import keysieve as ks
 from keysieve.bench import timing
 from keysieve.bench.dcp_chain import Chain
+from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK
 from keysieve.dcp.exchange import virtual_ranks
 from keysieve.reference.local_topk import local_topk
@@ -129,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="comma list of W")
     args = parser.parse_args(argv)
+    require_file("--out", args.out)
     device = torch.device("cuda", torch.cuda.current_device())
     for world in map(int, args.worlds.split(",")):
         for rows in ROWS:

@@ -1,4 +1,4 @@
-"""Times of the local top-N behind the scorer: `python -m keysieve.bench.local_topk [--out FILE] [--only 64x16K]`.
+"""Times of the local top-N behind the scorer: `keysieve bench local-topk [--out FILE] [--only 64x16K]`.
 
 What counts is what a step gains by it: the time of score and local top-N in one programmatic chain, less that of the
 same scorer alone. `world` ranks' slots lie on this device. A case first passes its gate: the words, and those pushed
@@ -16,6 +16,7 @@ import torch
 
 from keysieve.bench import timing
 from keysieve.bench.caches import make_pool
+from keysieve.bench.places import require_file
 from keysieve.bench.score import Case, make_inputs
 from keysieve.checks import KeysieveError
 from keysieve.kernels import sm90_score_config, sm90_score_host
@@ -180,7 +181,7 @@ def trace(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) -> N
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m keysieve.bench.local_topk", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON-lines file to append to")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
@@ -188,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--trace", action="store_true", help="with --shape: print clocks at the kernel's steps")
     args = parser.parse_args(argv)
+    require_file("--out", args.out)
     device = torch.device("cuda", torch.cuda.current_device())
     pool = make_pool(POOL_PAGES, device)
     print(f"{'case':>20} {'surplus':>8} {'score':>8} {'chain':>8} {'alone':>7} {'plateau':>7}  (us)")

@@ -31,6 +31,12 @@ TOPICS = {
         "keysieve.bench.step", "the whole step on this GPU in a CUDA graph; --peers: others beside it", gpu=True
     ),
     "host": Topic("keysieve.bench.host", "the host time of an eager step on this GPU", gpu=True),
+    "local-topk": Topic("keysieve.bench.local_topk", "a rank's local top-N behind its scorer on this GPU", gpu=True),
+    "dcp": Topic(
+        "keysieve.bench.dcp", "the exchange between this host's GPUs, NCCL beside it; whole sharded steps", gpu=True
+    ),
+    "dcp-virtual": Topic("keysieve.bench.dcp_virtual", "push and merge of up to 16 ranks on this GPU", gpu=True),
+    "dcp-model": Topic("keysieve.bench.dcp_model", "what larger groups should cost, from recorded measurements"),
     "table": Topic("keysieve.bench.report", "recorded measurements (JSON lines) as a table"),
     "figures": Topic("keysieve.bench.figures", "README's tables and docs/figures from docs/measurements"),
     "plot": Topic("keysieve.bench.plot", "recorded measurements as pictures, the roofline drawn in"),
@@ -39,7 +45,7 @@ TOPICS = {
 
 def add_parser(subparsers: Any) -> None:
     """Add ``bench`` to the command line."""
-    topics = "\n".join(f"  {name:8} {topic.what}" for name, topic in TOPICS.items())
+    topics = "\n".join(f"  {name:11} {topic.what}" for name, topic in TOPICS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="measure, with exactness checked in the same run",
