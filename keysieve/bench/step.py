@@ -3,8 +3,10 @@
     python -m keysieve.bench.step [--only 32x128K,1x4K] [--format fp8_fp32] [--out docs/measurements/step.jsonl]
                                   [--peers]
 
-Every case first passes its gate: the step's positions equal a stable order of the device's own logits, and a rerun is
-byte-equal. Only then is it timed, as ``bench.timing`` says. Prints a table and appends one JSON line a case.
+Every case first passes its gate: the positions of every row equal an exact, tie-ordered selection from the device's own
+logits, its physical rows are those positions looked up in the block table that is then timed, and what the timed calls
+left behind is byte-equal to that. Time is taken as ``bench.timing`` says. Prints a table and appends one JSON line a
+case.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from keysieve.bench.limits import H200, limit_text, rates_of, rounded
 from keysieve.bench.peers import steps
 from keysieve.bench.places import require_file
 from keysieve.bench.score import POOL_PAGES, TOPK, Case, Inputs, make_inputs
+from keysieve.inputs import Selection
+from keysieve.reference.rows import physical_rows
 from keysieve.reference.topk import select
 from keysieve.spec import FORMATS, PAGE
 
@@ -66,22 +70,50 @@ CASES = [
 ]
 
 
-def gate(spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, x: Inputs, case: Case) -> None:
-    """Raise unless the step selects exactly from the device's own logits, twice the same bytes."""
-    out = indexer(x.given(), cache, x.weights, x.lens, x.table, positions=True)
-    again = indexer(x.given(), cache, x.weights, x.lens, x.table)
+@dataclass(frozen=True)
+class Expected:
+    """What every step on one input set has to write: int32 ``[rows, K]`` and ``[rows]``."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+
+    def compare(self, case: str, what: str, got: Selection) -> None:
+        """Raise AssertionError, naming the first wrong row, unless ``got`` is this to the byte."""
+        pairs = [("counts", got.counts, self.counts), ("physical rows", got.rows, self.rows)]
+        pairs += [("positions", got.positions, self.positions)] if got.positions is not None else []
+        for name, ours, right in pairs:
+            wrong = (ours != right).view(ours.shape[0], -1).any(1).nonzero().view(-1)
+            if wrong.numel():
+                raise AssertionError(f"{case}: {what}: wrong {name} in {wrong.numel()} rows, first {int(wrong[0])}")
+
+
+def expected_from(logits: torch.Tensor, lens: list[int], k: int, kv_table: torch.Tensor) -> Expected:
+    """The exact selection from the device's own logits, by the reference's rule, for every row.
+
+    It runs where the logits are; that it is what a CPU selects is checked on the first four rows.
+    """
+    positions, counts = select(logits, lens, k)
+    few = slice(0, 4)
+    again, numbers = select(logits[few].cpu(), lens[few], k)
+    if not torch.equal(positions[few].cpu(), again) or not torch.equal(counts[few].cpu(), numbers):
+        raise AssertionError("the reference's selection on the device is not the one on the CPU")
+    return Expected(physical_rows(positions, kv_table), positions, counts)
+
+
+def gate(
+    spec: ks.IndexerSpec, indexer: ks.DecodeIndexer, cache: ks.IndexCache, x: Inputs, kv_table: torch.Tensor, case: Case
+) -> Expected:
+    """Raise unless a step selects exactly from the device's own logits, every row, and its rows are the table's.
+
+    Returns what a step on these inputs has to write.
+    """
+    out = indexer(x.given(), cache, x.weights, x.lens, x.table, kv_table=kv_table, positions=True)
     indexer.check()
-    assert out.positions is not None
-    if not torch.equal(out.rows, again.rows):
-        raise AssertionError(f"{case.name}: a rerun differs")
-    few = slice(0, max(case.next_n, 4 // case.next_n * case.next_n))
-    requests = slice(0, few.stop // case.next_n)
-    logits = ks.score(
-        spec, x.given(few), cache, x.weights[few], x.lens[few], x.table[requests], max_len=max(case.lengths)
-    )
-    positions, counts = select(logits.cpu(), x.lens[few].tolist(), spec.topk)
-    if not torch.equal(out.positions[few].cpu(), positions) or not torch.equal(out.counts[few].cpu(), counts):
-        raise AssertionError(f"{case.name}: the selection is not that of the device's own logits")
+    logits = ks.score(spec, x.given(), cache, x.weights, x.lens, x.table, max_len=max(case.lengths))
+    expected = expected_from(logits, x.lens.tolist(), spec.topk, kv_table)
+    expected.compare(case.name, "a first step", out)
+    return expected
 
 
 def peer_times(calls: dict[str, Callable[[int], object]], sets: int, case: Case, device: torch.device) -> Any:
@@ -140,13 +172,14 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
     kv_table = torch.randperm(width * len(case.lengths), device=device).to(torch.int32).view(len(case.lengths), width)
     out = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    gate(spec, indexer, cache, inputs[0], case)
+    expected = gate(spec, indexer, cache, inputs[-1], kv_table, case)
 
     def step(i: int) -> None:
         x = inputs[i]
         indexer(given[i], cache, x.weights, x.lens, x.table, kv_table=kv_table, out=out, counts=counts)
 
     taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
+    expected.compare(case.name, "the last step of the timed graph", Selection(out, counts, None))  # of the last set
     parts = {
         name: round(timing.graph_time(call, sets=sets, bytes_per_set=case.read_bytes, device=device).us, 2)
         for name, call in parts_alone(indexer, step, sets).items()
