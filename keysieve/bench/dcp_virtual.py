@@ -2,15 +2,18 @@
 
 No link is crossed, and kernels of the ranks follow one another on one stream, so every merge finds its words in place:
 what is measured is the work of the kernels as W grows, not the time that words are on their way. (A second round waits
-for another rank's merge, so it cannot be measured like this.) Per rank: local top-N
-that writes its words here (`offer_us`), the same that pushes them to all W ranks (`push_us`), and the merge (`us`). The
-cost model of docs/dcp-scaling.md takes them together with the times over a link.
+for another rank's merge, so it cannot be measured like this.) Per rank: local top-N that writes its words here
+(`offer_us`), the same that pushes them to all W ranks (`push_us`), and the merge (`us`). `--only steps`: one rank's
+whole step among W (`dcp_alone`); `--only spread`: W ranks on two devices (`dcp_spread`). The cost model of
+docs/dcp-scaling.md takes them together with the times over a link.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +21,11 @@ import torch
 
 import keysieve as ks
 from keysieve.bench import timing
+from keysieve.bench.caches import make_pool
 from keysieve.bench.dcp_chain import Chain
 from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK
+from keysieve.checks import refuse, require_choice
 from keysieve.dcp.exchange import virtual_ranks
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge
@@ -28,6 +33,7 @@ from keysieve.spec import default_topn
 
 WORLDS = (2, 4, 8, 16)
 ROWS = (1, 16, 64, 128, 512)
+KINDS = ("merge", "steps", "spread")
 LOCAL = 4096
 """Keys of a row on each rank: more than any N."""
 
@@ -42,26 +48,32 @@ class Here:
     pool: torch.Tensor | None = None
 
 
-def chains_of(world: int, rows: int, topn: int, device: torch.device) -> list[Chain]:
-    """A chain for every rank, over random logits of its own."""
+def chains_of(world: int, rows: int, topn: int, devices: list[torch.device]) -> list[Chain]:
+    """A chain for every rank, on its device, over random logits of its own."""
     spec = ks.IndexerSpec(32, TOPK)
-    ranks = virtual_ranks([device] * world, topn)
-    for one in ranks:
+    ranks = virtual_ranks(list(devices), topn)
+    for one, device in zip(ranks, devices, strict=True):
         one.bind(spec, max_rows=rows, max_context=LOCAL * world, device=device)
-    chains = [Chain(Here(r, world, device), spec, rows, LOCAL, topn, ranks[r].memory) for r in range(world)]
-    draw = torch.Generator(device=device).manual_seed(world)
+    chains = []
+    for r, device in enumerate(devices):
+        with torch.cuda.device(device):
+            chains.append(Chain(Here(r, world, device), spec, rows, LOCAL, topn, ranks[r].memory))
+    draw = torch.Generator().manual_seed(world)
     for chain in chains:
-        chain.logits.copy_(torch.randn(chain.logits.shape, device=device, generator=draw).bfloat16() + 0.0)
+        chain.logits.copy_(torch.randn(chain.logits.shape, generator=draw).bfloat16() + 0.0)
     return chains
 
 
 def gate(chains: list[Chain], topn: int) -> None:
     """Raise unless every rank's merge of two rows is the reference's."""
     for chain in chains:
-        chain.push(chained=False)
+        with torch.cuda.device(chain.here.device):
+            chain.push(chained=False)
     for chain in chains:
-        chain.merge(chained=False, positions=True)
-    torch.cuda.synchronize()
+        with torch.cuda.device(chain.here.device):
+            chain.merge(chained=False, positions=True)
+    for device in {chain.here.device for chain in chains}:
+        torch.cuda.synchronize(device)
     world, few = len(chains), min(2, chains[0].logits.shape[0])
     logits = [chain.logits[:few, :LOCAL].cpu() for chain in chains]
     lens, local = torch.full((few,), LOCAL * world), torch.full((few,), LOCAL)
@@ -75,7 +87,7 @@ def gate(chains: list[Chain], topn: int) -> None:
 def measure(world: int, rows: int, device: torch.device) -> timing.Record:
     """One line: W ranks, so many rows."""
     topn = default_topn(TOPK, world)
-    chains = chains_of(world, rows, topn, device)
+    chains = chains_of(world, rows, topn, [device] * world)
     gate(chains, topn)
 
     def offers(_: int) -> None:
@@ -124,26 +136,58 @@ def measure(world: int, rows: int, device: torch.device) -> timing.Record:
     )
 
 
+def lines(only: set[str], worlds: list[int], device: torch.device) -> Iterator[tuple[timing.Record, str]]:
+    """Records as they are made, and what to print of each."""
+    from keysieve.bench import dcp_alone, dcp_spread  # they use what stands above
+
+    if "merge" in only:
+        for world in worlds:
+            for rows in ROWS:
+                found = measure(world, rows, device)
+                x = found.extra
+                parts = f"offer {x['offer_us']:6.2f} push {x['push_us']:6.2f} merge {found.us:6.2f} us a rank"
+                yield found, f"{found.case:>18} N {x['topn']:4d}: {parts}"
+                torch.cuda.empty_cache()
+    if "steps" in only:
+        pool = make_pool(140_000, device)
+        for name, requests, keys in dcp_alone.STEPS:
+            for world in worlds:
+                found = dcp_alone.measure(world, name, requests, keys, pool)
+                yield found, f"{name:>18} one of {world:2d} ranks: step {found.us:7.2f} us"
+                torch.cuda.empty_cache()
+    if "spread" in only:
+        for world in worlds:
+            for rows in ROWS:
+                found = dcp_spread.measure(world, rows)
+                x = found.extra
+                parts = f"two devices {x['iteration_us']:7.2f}, their work {x['one_device_us']:7.2f}"
+                yield found, f"{found.case:>18} N {x['topn']:4d}: {parts}, link {found.us:6.2f} us an iteration"
+                torch.cuda.empty_cache()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="comma list of W")
+    parser.add_argument("--only", default="merge,steps", help="comma list of merge, steps, spread (two GPUs)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this many seconds")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
+    only = set(args.only.split(","))
+    for word in only:
+        require_choice("--only", word, KINDS, "Name what is to be measured.")
+    if "spread" in only and torch.cuda.device_count() < 2:
+        remedy = "Leave spread out: merge and steps need one device."
+        refuse("--only", got="spread", accepted="merge, steps; with a second device spread", remedy=remedy)
+    begun = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
-    for world in map(int, args.worlds.split(",")):
-        for rows in ROWS:
-            record = measure(world, rows, device)
-            if args.out is not None:
-                timing.append(args.out, record)
-            x = record.extra
-            print(
-                f"{record.case:>18} N {x['topn']:4d}: offer {x['offer_us']:6.2f} push {x['push_us']:6.2f}"
-                f" merge {record.us:6.2f} us a rank",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
+    for record, text in lines(only, [int(w) for w in args.worlds.split(",")], device):
+        if args.out is not None:
+            timing.append(args.out, record)
+        print(text, flush=True)
+        if time.monotonic() - begun > args.seconds:
+            break
     return 0
 
 
