@@ -218,21 +218,31 @@ class Merge:
             if cutlass.const_expr(config.rounds > 0):
                 cute.arch.sync_threads()
             output.write_positions(lists, row, positions, positions_stride)
-        # Behind the last slot's acceptance by all threads lie block barriers already.
-        row_lists.note_clock(lists, 10)
-        if thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
-            if cutlass.const_expr(config.tagged):
-                ptx.store(epoch + Int64(row) * Int64(4), tag)
-                if cutlass.const_expr(not config.trace) and flags != Int64(0):
-                    owned = local_length(usable, Uint32(world), Uint32(rank), Uint32(interleave))
-                    if length > limit or owned > local_limit:
-                        ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
-        if cutlass.const_expr(config.trace):
-            row_lists.note_clock(lists, 11)
-            row_lists.write_clocks(lists, flags, row)
+        finish(lists, wait, usable, (limit, local_limit), row, epoch, flags)
         if release != Int32(0):
             cute.arch.sync_threads()
             ptx.grid_launch_dependents()
+
+
+@cute.jit
+def finish(lists: Any, wait: Any, usable: Int32, limits: Any, row: Int32, epoch: Int64, flags: Int64) -> None:
+    """Count the row's call, and flag a length that no rank, or this one, could serve.
+
+    Behind the last slot's acceptance by all threads lie block barriers already.
+    """
+    limit, local_limit = limits
+    length = Int32(wait.length)
+    row_lists.note_clock(lists, 10)
+    if lists.thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
+        if cutlass.const_expr(lists.config.tagged):
+            ptx.store(epoch + Int64(row) * Int64(4), wait.tag)
+            if cutlass.const_expr(not lists.config.trace) and flags != Int64(0):
+                owned = local_length(usable, Uint32(lists.world), Uint32(lists.rank), Uint32(lists.interleave))
+                if length > limit or owned > local_limit:
+                    ptx.red_global(flags, Uint32(1 << FLAG_BAD_LENGTH), "or", "relaxed", "gpu")
+    if cutlass.const_expr(lists.config.trace):
+        row_lists.note_clock(lists, 11)
+        row_lists.write_clocks(lists, flags, row)
 
 
 @cute.jit
