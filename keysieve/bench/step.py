@@ -184,11 +184,12 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
         name: round(timing.graph_time(call, sets=sets, bytes_per_set=case.read_bytes, device=device).us, 2)
         for name, call in parts_alone(indexer, step, sets).items()
     }
-    host = timing.host_time(lambda: step(0), calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
+    host = _host_us(lambda: step(0))
+    beside = _host_us(torch.zeros(1024, device=device).zero_)  # says what state the machine was in
     others = steps(case, pool, inputs, kv_table, TOPK) if peers and spec.format.is_fp8 else {}
     times, failed = peer_times(others, sets, case, device)
     must = target_us(torch.cuda.get_device_name(device), case)
-    extra: dict[str, Any] = {"host_us": round(host.us, 2), "must_reach_us": must, "input_sets": sets}
+    extra: dict[str, Any] = {"host_us": host, "torch_zero_us": beside, "must_reach_us": must, "input_sets": sets}
     extra["parts_alone_us"] = parts
     return timing.record(
         "step",
@@ -207,6 +208,12 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
         peers=times,
         extra=extra | ({"peers_failed": failed} if failed else {}),
     )
+
+
+def _host_us(call: Callable[[], object]) -> float:
+    """Host microseconds of a call, the launch queue drained between short rounds."""
+    taken = timing.host_time(call, calls=50, rounds=9, drain=torch.cuda.synchronize, warmup_seconds=0.1)
+    return round(taken.us, 2)
 
 
 def target_us(device_name: str, case: Case) -> float | None:
