@@ -38,7 +38,7 @@ class ListMerger:
         self, device: torch.device, k: int, n: int, planes: int, world: int, rank: int, interleave: int
     ) -> Merger:
         sms = self._backend.sms(device)
-        sharding = {"world": world, "rank": rank, "interleave": interleave}
+        sharding: dict[str, Any] = {"world": world, "rank": rank, "interleave": interleave}
         return Merger(self._make(device), k=k, n=n, planes=planes, **sharding, tagged=False, sms=sms)
 
     def merge(

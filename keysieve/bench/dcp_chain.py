@@ -25,9 +25,12 @@ class Chain:
         rows, local: rows of a call; keys of a row on each rank.
         topn: candidates offered.
         memory: of an exchange; None for candidate rows in ordinary memory, gathered by the group.
+        merging: the merge's configuration, None for the one that suits.
     """
 
-    def __init__(self, here: Any, spec: ks.IndexerSpec, rows: int, local: int, topn: int, memory: Any) -> None:
+    def __init__(
+        self, here: Any, spec: ks.IndexerSpec, rows: int, local: int, topn: int, memory: Any, merging: Any = None
+    ) -> None:
         self.here, self.spec, self.local, self.memory = here, spec, local, memory
         device = here.device
         backend: Any = load("sm90")
@@ -59,6 +62,7 @@ class Chain:
             interleave=1,
             tagged=memory is not None,
             sms=self.sms,
+            config=merging,
         )
         self.shard: dict[str, Any] = {"world": here.world, "rank": here.rank, "interleave": 1}
 

@@ -111,7 +111,7 @@ def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
     measured: dict[tuple[int, int], float] = {}
     for line in records:
         key = (line["world"], line["requests"])
-        if line.get("topn") != default_topn(TOPK, line["world"]):
+        if line.get("topn") != default_topn(TOPK, line["world"]) or line.get("kind"):
             continue
         if line["op"] == "merge" and line.get("transport") == "one device" and line["world"] != left_out:
             pushes[key] = line["push_us"] - line["offer_us"]
@@ -157,7 +157,7 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
     left.legend(fontsize=8)
     steps: dict[str, dict[int, float]] = {}
     for line in records:
-        if line["op"] == "dcp_step" and "late_rank" not in line:
+        if line["op"] == "dcp_step" and "late_rank" not in line and "virtual" not in line:
             steps.setdefault(line["case"], {})[line["world"]] = line["us"]
     for name, times in steps.items():
         if {1, 2} <= set(times):

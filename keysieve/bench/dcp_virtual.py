@@ -3,14 +3,15 @@
 No link is crossed, and kernels of the ranks follow one another on one stream, so every merge finds its words in place:
 what is measured is the work of the kernels as W grows, not the time that words are on their way. (A second round waits
 for another rank's merge, so it cannot be measured like this.) Per rank: local top-N that writes its words here
-(`offer_us`), the same that pushes them to all W ranks (`push_us`), and the merge (`us`). `--only steps`: one rank's
-whole step among W (`dcp_alone`); `--only spread`: W ranks on two devices (`dcp_spread`). The cost model of
-docs/dcp-scaling.md takes them together with the times over a link.
+(`offer_us`), the same that pushes them to all W ranks (`push_us`), and the merge (`us`). `--only forms`: the same
+with the form of the merge that is not chosen; `steps`: one rank's whole step among W (`dcp_alone`); `spread`: W ranks
+on two devices (`dcp_spread`). The cost model of docs/dcp-scaling.md takes them together with the times over a link.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -27,13 +28,14 @@ from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK
 from keysieve.checks import refuse, require_choice
 from keysieve.dcp.exchange import virtual_ranks
+from keysieve.kernels.exchange_config import HELD, MergeConfig
 from keysieve.reference.local_topk import local_topk
 from keysieve.reference.merge import merge
-from keysieve.spec import default_topn
+from keysieve.spec import candidate_words, default_topn
 
 WORLDS = (2, 4, 8, 16)
 ROWS = (1, 16, 64, 128, 512)
-KINDS = ("merge", "steps", "spread")
+KINDS = ("merge", "forms", "steps", "spread")
 LOCAL = 4096
 """Keys of a row on each rank: more than any N."""
 
@@ -48,7 +50,9 @@ class Here:
     pool: torch.Tensor | None = None
 
 
-def chains_of(world: int, rows: int, topn: int, devices: list[torch.device]) -> list[Chain]:
+def chains_of(
+    world: int, rows: int, topn: int, devices: list[torch.device], merging: MergeConfig | None = None
+) -> list[Chain]:
     """A chain for every rank, on its device, over random logits of its own."""
     spec = ks.IndexerSpec(32, TOPK)
     ranks = virtual_ranks(list(devices), topn)
@@ -57,7 +61,7 @@ def chains_of(world: int, rows: int, topn: int, devices: list[torch.device]) -> 
     chains = []
     for r, device in enumerate(devices):
         with torch.cuda.device(device):
-            chains.append(Chain(Here(r, world, device), spec, rows, LOCAL, topn, ranks[r].memory))
+            chains.append(Chain(Here(r, world, device), spec, rows, LOCAL, topn, ranks[r].memory, merging))
     draw = torch.Generator().manual_seed(world)
     for chain in chains:
         chain.logits.copy_(torch.randn(chain.logits.shape, generator=draw).bfloat16() + 0.0)
@@ -84,10 +88,11 @@ def gate(chains: list[Chain], topn: int) -> None:
             raise AssertionError(f"rank {chain.here.rank} of {world}: positions differ from the reference")
 
 
-def measure(world: int, rows: int, device: torch.device) -> timing.Record:
-    """One line: W ranks, so many rows."""
+def measure(world: int, rows: int, device: torch.device, throughput: bool = False) -> timing.Record:
+    """One line: W ranks, so many rows. throughput: the form of the merge that is not chosen for such rows."""
     topn = default_topn(TOPK, world)
-    chains = chains_of(world, rows, topn, [device] * world)
+    other = MergeConfig(True, next(h for h in HELD if world * candidate_words(topn, 1) <= h), TOPK)
+    chains = chains_of(world, rows, topn, [device] * world, other if throughput else None)
     gate(chains, topn)
 
     def offers(_: int) -> None:
@@ -130,6 +135,7 @@ def measure(world: int, rows: int, device: torch.device) -> timing.Record:
         extra={
             "topn": topn,
             "transport": "one device",
+            **({"kind": "throughput form"} if throughput else {}),
             "offer_us": round(offer.us / world, 3),
             "push_us": round(push.us / world, 3),
         },
@@ -140,14 +146,13 @@ def lines(only: set[str], worlds: list[int], device: torch.device) -> Iterator[t
     """Records as they are made, and what to print of each."""
     from keysieve.bench import dcp_alone, dcp_spread  # they use what stands above
 
-    if "merge" in only:
-        for world in worlds:
-            for rows in ROWS:
-                found = measure(world, rows, device)
-                x = found.extra
-                parts = f"offer {x['offer_us']:6.2f} push {x['push_us']:6.2f} merge {found.us:6.2f} us a rank"
-                yield found, f"{found.case:>18} N {x['topn']:4d}: {parts}"
-                torch.cuda.empty_cache()
+    for kind in ("merge", "forms"):
+        for world, rows in itertools.product(worlds if kind in only else (), ROWS):
+            found = measure(world, rows, device, kind == "forms")
+            x = found.extra
+            parts = f"offer {x['offer_us']:6.2f} push {x['push_us']:6.2f} merge {found.us:6.2f} us a rank"
+            yield found, f"{found.case:>18} N {x['topn']:4d}: {parts}"
+            torch.cuda.empty_cache()
     if "steps" in only:
         pool = make_pool(140_000, device)
         for name, requests, keys in dcp_alone.STEPS:
@@ -170,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="comma list of W")
-    parser.add_argument("--only", default="merge,steps", help="comma list of merge, steps, spread (two GPUs)")
+    parser.add_argument("--only", default="merge,steps", help="comma list of merge, forms, steps, spread (two GPUs)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this many seconds")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
@@ -178,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     for word in only:
         require_choice("--only", word, KINDS, "Name what is to be measured.")
     if "spread" in only and torch.cuda.device_count() < 2:
-        remedy = "Leave spread out: merge and steps need one device."
-        refuse("--only", got="spread", accepted="merge, steps; with a second device spread", remedy=remedy)
+        remedy = "Leave spread out: the others need one device."
+        refuse("--only", got="spread", accepted="merge, forms, steps; with a second device spread", remedy=remedy)
     begun = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     for record, text in lines(only, [int(w) for w in args.worlds.split(",")], device):

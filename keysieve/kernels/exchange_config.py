@@ -122,7 +122,12 @@ def divider(interleave: int) -> int:
 
 
 def merge_config(world: int, words: int, k: int, tagged: bool) -> MergeConfig:
-    """The configuration for lists of `words` words from `world` ranks."""
+    """The configuration for lists of `words` words from `world` ranks.
+
+    Where both forms can take a row the latency form takes it, on every device: it was faster at every W and number of
+    rows that were measured (docs/measurements/dcp-gpu.md, "The two forms of the merge"). The throughput form is kept
+    for lists that no block's registers hold.
+    """
     if not 1 <= world <= MAX_WORLD:
         raise ValueError(f"world {world}: 1..{MAX_WORLD}")
     k_class = next(c for c in K_CLASSES if k <= c)

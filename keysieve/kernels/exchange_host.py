@@ -27,15 +27,27 @@ class Merger:
         world, rank, interleave: the sharding.
         tagged: whether lists come as tagged pairs in an exchange's slots.
         sms: streaming multiprocessors of the device: rows up to which all blocks run at once.
+        config: of the kernel, None for the one that suits; for comparisons.
     """
 
     def __init__(
-        self, make: Make, *, k: int, n: int, planes: int, world: int, rank: int, interleave: int, tagged: bool, sms: int
+        self,
+        make: Make,
+        *,
+        k: int,
+        n: int,
+        planes: int,
+        world: int,
+        rank: int,
+        interleave: int,
+        tagged: bool,
+        sms: int,
+        config: MergeConfig | None = None,
     ) -> None:
         self.k, self.n, self.planes, self.sms = k, n, planes, sms
         self.world, self.rank, self.interleave = world, rank, interleave
         self.divide = divider(interleave)
-        self.config: MergeConfig = merge_config(world, candidate_words(n, planes), k, tagged)
+        self.config: MergeConfig = config or merge_config(world, candidate_words(n, planes), k, tagged)
         self._launch = make(MERGE, self.config)
 
     def exchange(
