@@ -7,6 +7,7 @@ in SETTINGS, whose processes start differently.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
@@ -27,6 +28,8 @@ from dcp_ranks import Geometry, Rank, hold_one, raised  # noqa: E402
 from dcp_two_failing import FAILING  # noqa: E402
 
 import keysieve as ks  # noqa: E402
+
+PR_SET_DUMPABLE = 4
 
 CASES = [
     Geometry(2),
@@ -257,6 +260,11 @@ def alone(rank: int) -> None:
     print(f"rank {rank}: {torch.cuda.device_count()} device, {one.dcp.path}", flush=True)
 
 
+def fenced(rank: int) -> None:
+    """Processes whose descriptors no other may take, as in containers without that right: as `alone`."""
+    alone(rank)
+
+
 def groups(rank: int) -> None:
     """Groups of one before the whole group, a Gloo group, a group whose ranks are listed backwards."""
     case = Geometry(2, lens=(9000, 2500), heads=8)
@@ -289,7 +297,7 @@ def captured(rank: int) -> None:
 
 ALL = (
     *(cases, replays, late, long, produced, drafts, full, held, alternate, gathered, unreachable, groups, captured),
-    *(scrambled, alone, *FAILING),
+    *(scrambled, alone, fenced, *FAILING),
 )
 TASKS = {f.__name__: f for f in ALL}
 SETTINGS: dict[str, Callable[[int], dict[str, str]]] = {
@@ -305,6 +313,8 @@ SETTINGS: dict[str, Callable[[int], dict[str, str]]] = {
 def _run(rank: int, tasks: list[str], port: int) -> None:
     for task in tasks:
         os.environ.update(SETTINGS.get(task, lambda _: {})(rank))
+    if "fenced" in tasks:
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     tasks = [task for task in tasks if task in TASKS]
     torch.cuda.set_device(0 if "alone" in tasks else rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
