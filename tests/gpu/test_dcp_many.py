@@ -7,6 +7,9 @@ not share queues: CUDA_DEVICE_MAX_CONNECTIONS=32.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from dcp_loops import Loop
@@ -97,6 +100,14 @@ def test_replays_with_a_delayed_rank(device: torch.device, case: tuple[int, int]
 def test_replays_with_a_delayed_rank_over_two_devices(device: torch.device, case: tuple[int, int]) -> None:
     del device
     replayed(case[0], 2, case[1])
+
+
+@cases("4 cases replays groups", "8 cases", "4 killed", "8 killed")
+def test_a_process_for_each_rank(device: torch.device, case: str) -> None:
+    del device
+    command = [sys.executable, str(Path(__file__).with_name("dcp_many.py")), *case.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
 
 
 @devices(2)

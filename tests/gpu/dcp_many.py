@@ -1,0 +1,139 @@
+"""More ranks than devices, a process each: `python tests/gpu/dcp_many.py WORLD TASK ..`. Status 0 if all hold.
+
+Ranks that share a device cannot meet in symmetric memory, so their blocks are shared by CUDA's inter-process handles;
+beyond that all is as in `dcp_two.py`. Processes take turns on their device, so a call takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402  # the path above comes first
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from dcp_loops import Loop, build, together  # noqa: E402
+from dcp_ranks import Geometry, hold_one  # noqa: E402
+from dcp_two_failing import give_up, named  # noqa: E402
+from torch.multiprocessing.reductions import reduce_tensor  # noqa: E402
+
+import keysieve as ks  # noqa: E402
+from keysieve.dcp.exchange_memory import ExchangeMemory  # noqa: E402
+
+
+class SharedBlocks:
+    """Every rank's block, opened by all ranks of a group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.kept = group, []
+
+    def memory(self, layout: Any, rank: int) -> ExchangeMemory:
+        device = torch.device("cuda", torch.cuda.current_device())
+        block = torch.zeros(layout.block_bytes, dtype=torch.uint8, device=device)
+        memory = ExchangeMemory(layout, block)
+        handles: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(handles, reduce_tensor(block), group=self.group)
+        opened = [block if r == rank else rebuild(*args) for r, (rebuild, args) in enumerate(handles)]
+        for other in {t.device for t in opened} - {device}:  # a copy makes torch open the way between two devices
+            torch.zeros(1, device=other).copy_(torch.zeros(1, device=device))
+        memory.set_peers([t.data_ptr() for t in opened])
+        self.kept += opened
+        torch.cuda.synchronize(device)
+        dist.barrier(self.group)
+        return memory
+
+
+def exchange(group: Any = None, interleave: int = 1, topn: int | None = None, timeout: float = 10.0) -> Any:
+    """An exchange of a group whose ranks may share devices."""
+    one = ks.dcp.Exchange.__new__(ks.dcp.Exchange)
+    one.group, one._blocks, one._forced = group, SharedBlocks(group), False
+    one._begin(dist.get_world_size(group), dist.get_rank(group), topn, interleave, True, timeout)
+    return one
+
+
+def cases(world: int) -> None:
+    """Lists by default, and lists so short that every rank is asked again."""
+    for topn, interleave in ((None, 64), (2048 // world, 1)):
+        case = Geometry(world, topn=topn, lens=(20000, 1, 4000, 9000), heads=8, interleave=interleave)
+        one, whole = build(case, exchange(None, interleave, topn))
+        for site in range(3):
+            found = one.call(site=site)
+            one.indexer.check()
+            hold_one(one, found, whole)
+
+
+def replays(world: int) -> None:
+    """500 replays of three exchanges, any rank late by up to a millisecond, outputs checked and poisoned at once."""
+    one, whole = build(Geometry(world, lens=(9000, 2500, 0, 3000), heads=8), exchange())
+    right = one.call()
+    one.indexer.check()
+    hold_one(one, right, whole)
+    loop = Loop(one, [0, 1, 2], right)
+    together(one)
+    draw = random.Random(dist.get_rank())
+    with torch.cuda.stream(one.stream):
+        for _ in range(500):
+            if draw.random() < 0.1:
+                torch.cuda._sleep(draw.randrange(1_800_000))
+            loop.replay()
+    one.indexer.check()
+    loop.hold()
+
+
+def groups(world: int) -> None:
+    """Halves of the world side by side, then the world with its ranks listed backwards."""
+    rank, half = dist.get_rank(), world // 2
+    halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))]
+    turned = dist.new_group(list(reversed(range(world))))
+    for group, size in ((halves[rank // half], half), (turned, world)):
+        one, whole = build(Geometry(size, lens=(9000, 2500), heads=8), exchange(group))
+        found = one.call()
+        one.indexer.check()
+        hold_one(one, found, whole)
+        together(one)
+
+
+def killed(world: int) -> None:
+    """The last rank dies between two calls: every other rank names it."""
+    one, _ = build(Geometry(world, lens=(9000, 2500), heads=8), exchange(timeout=2.0))
+    one.call()
+    together(one)
+    if dist.get_rank() == world - 1:
+        os._exit(0)
+    one.call(site=11)
+    give_up(dist.get_rank(), "killed", named(one, 2, f"source rank {world - 1}", "site 11", "round 1"))
+
+
+TASKS = {f.__name__: f for f in (cases, replays, groups, killed)}
+
+
+def _run(rank: int, world: int, tasks: list[str], port: int) -> None:
+    torch.cuda.set_device(rank * torch.cuda.device_count() // world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    for task in tasks:
+        began = time.monotonic()
+        TASKS[task](world)
+        print(f"rank {rank} of {world}: {task} holds, {time.monotonic() - began:.1f} s", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = int(sys.argv[1])
+    mp.spawn(_run, (world, sys.argv[2:], port), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()
