@@ -5,14 +5,19 @@
 What exchange and merge add to a step of `rows` rows on W ranks, in microseconds:
 
     added = push + merge + link
-    push  = p0 + p1 * pairs * W * waves            stores: one device (`dcp_virtual`), less what keeping words takes
-    merge = m0 + m1 * pairs * W * waves + m2 * W   polls and selection: from one device with all words in place
-    link  = l0 + bytes / bandwidth                 what two devices add to that (`dcp`, W = 2); bytes leave each rank
+    push  = p0 + p1 * work                                  stores: one device (`dcp-virtual`), less keeping the words
+    merge = m0 + m1 * work + m2 * pairs * W * later + m3 * W       polls, selection, output: one device, words in place
+    link  = l0 + bytes / bandwidth                          what devices add to that: latency, and bytes leaving one
 
-`pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `waves` = max(1, rows / SMs),
-bytes = rows * pairs * 16 * (W - 1). Coefficients are least squares. The error of a prediction is the root mean square
-of what the three fits leave, added in quadrature, doubled. Whether a switch with seven peers behaves as one peer does
-is not in it: no machine of more than two devices was measured.
+`pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `work` = pairs * W * rows,
+`later` = max(0, rows / SMs - 1): rows that wait for a multiprocessor. The link is fitted to two ranks on two devices
+(`dcp`), less what push and merge are by their fits, and to W ranks on two devices, half on each, less the same ranks on
+one (`dcp-virtual --only spread`), where `(W / 2)^2` lists of a row leave a device. In a group of W devices W - 1 do.
+
+Coefficients are least squares; the merge's errors are relative. The error of an expectation is twice the root of the
+summed squares of what the three fits leave. A whole step on W devices is the step of one rank whose peers' words are
+its own (`dcp-virtual --only steps`) and the link. Whether a switch with seven peers behaves as one peer does is not in
+it: no machine of more than two devices was measured.
 """
 
 from __future__ import annotations
@@ -42,85 +47,103 @@ def pairs_of(world: int) -> int:
     return -(-candidate_words(default_topn(TOPK, world), 1) // 2) + 1
 
 
-def waves(rows: int) -> float:
-    return max(1.0, rows / SMS)
+def link_megabytes(world: int, rows: int) -> float:
+    """Megabytes that leave a rank."""
+    return rows * pairs_of(world) * 16 * (world - 1) / 1e6
 
 
-def link_bytes(world: int, rows: int) -> float:
-    """Bytes that leave a rank."""
-    return float(rows * pairs_of(world) * 16 * (world - 1))
+def work(world: int, rows: int) -> float:
+    """Pairs of all rows from all ranks, in hundred thousands."""
+    return pairs_of(world) * world * rows / 1e5
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Least squares: coefficients of `features`, and the root mean square of what is left, in microseconds."""
+    """Least squares: coefficients of `features`, and the root mean square of what is left: in microseconds, or
+    (`relative`) as a part of the value."""
 
     features: Callable[[int, int], list[float]]
     values: tuple[float, ...]
     rms: float
+    relative: bool
 
     def at(self, world: int, rows: int) -> float:
         return float(np.dot(self.features(world, rows), self.values))
 
+    def left(self, world: int, rows: int) -> float:
+        """Microseconds that the fit is expected to be off."""
+        return self.rms * (self.at(world, rows) if self.relative else 1.0)
 
-def fit(points: dict[tuple[int, int], float], features: Callable[[int, int], list[float]]) -> Fit:
-    """points: (world, rows) -> microseconds."""
-    matrix = np.array([features(*key) for key in points])
-    wanted = np.array(list(points.values()))
-    found, *_ = np.linalg.lstsq(matrix, wanted, rcond=None)
-    left = wanted - matrix @ found
+
+Points = list[tuple[list[float], float]]
+
+
+def fit(points: Points, features: Callable[[int, int], list[float]], relative: bool = False) -> Fit:
+    """points: features of a measurement, and its microseconds."""
+    matrix = np.array([at for at, _ in points])
+    wanted = np.array([us for _, us in points])
+    weights = 1 / wanted if relative else np.ones_like(wanted)
+    found, *_ = np.linalg.lstsq(matrix * weights[:, None], wanted * weights, rcond=None)
+    left = (wanted - matrix @ found) * weights
     free = max(len(points) - len(found), 1)
-    return Fit(features, tuple(float(v) for v in found), float(np.sqrt((left**2).sum() / free)))
+    return Fit(features, tuple(float(v) for v in found), float(np.sqrt((left**2).sum() / free)), relative)
 
 
-def _work(world: int, rows: int) -> list[float]:
-    return [1.0, pairs_of(world) * world * waves(rows) / 1000]
+def _push_work(world: int, rows: int) -> list[float]:
+    return [1.0, work(world, rows)]
 
 
 def _merge_work(world: int, rows: int) -> list[float]:
-    return [*_work(world, rows), float(world)]
+    later = max(0.0, rows / SMS - 1)
+    return [1.0, work(world, rows), pairs_of(world) * world * later / 1000, float(world)]
 
 
 def _link_work(world: int, rows: int) -> list[float]:
-    return [1.0, link_bytes(world, rows) / 1e6]
+    return [1.0, link_megabytes(world, rows)]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The three fits, and the points they were made from."""
+    """The three fits, and the points they were made from: (world, rows) -> microseconds over NVLink."""
 
     push: Fit
     merge: Fit
     link: Fit
     measured: dict[tuple[int, int], float]
 
-    @property
-    def error(self) -> float:
-        """Microseconds to allow on either side of a prediction."""
-        return 2 * float(np.sqrt(self.push.rms**2 + self.merge.rms**2 + self.link.rms**2))
+    def error(self, world: int, rows: int) -> float:
+        """Microseconds to allow on either side of an expectation."""
+        return 2 * float(np.sqrt(sum(part.left(world, rows) ** 2 for part in (self.push, self.merge, self.link))))
 
     def added(self, world: int, rows: int) -> float:
         """Exchange and merge on top of score and local top-N, in microseconds."""
-        return self.push.at(world, rows) + self.merge.at(world, rows) + self.link.at(world, rows)
+        return sum(part.at(world, rows) for part in (self.push, self.merge, self.link))
 
 
 def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
-    """From the records of `dcp` and `dcp_virtual`; the newest line of a case counts. left_out: a W not to fit to."""
+    """From the records of `dcp` and `dcp-virtual`; the newest line of a case counts. left_out: a W not to fit to."""
     pushes: dict[tuple[int, int], float] = {}
     merges: dict[tuple[int, int], float] = {}
+    spread: dict[tuple[int, int], float] = {}
     measured: dict[tuple[int, int], float] = {}
     for line in records:
         key = (line["world"], line["requests"])
         if line.get("topn") != default_topn(TOPK, line["world"]) or line.get("kind"):
             continue
-        if line["op"] == "merge" and line.get("transport") == "one device" and line["world"] != left_out:
+        kind = line["op"], line.get("transport")
+        if kind == ("merge", "one device") and line["world"] != left_out:
             pushes[key] = line["push_us"] - line["offer_us"]
             merges[key] = line["us"]
-        if line["op"] == "exchange" and line.get("transport") == "nvlink":
+        elif kind == ("exchange", "two devices") and line["world"] != left_out:
+            spread[key] = line["us"]
+        elif kind == ("exchange", "nvlink"):
             measured[key] = line["us"]
-    push, merge = fit(pushes, _work), fit(merges, _merge_work)
-    rest = {key: us - push.at(*key) - merge.at(*key) for key, us in measured.items()}
-    return Model(push, merge, fit(rest, _link_work), measured)
+    push = fit([(_push_work(*key), us) for key, us in pushes.items()], _push_work)
+    merge = fit([(_merge_work(*key), us) for key, us in merges.items()], _merge_work, relative=True)
+    links: Points = [(_link_work(*k), us - push.at(*k) - merge.at(*k)) for k, us in measured.items()]
+    for (world, rows), us in spread.items():
+        links.append(([1.0, rows * pairs_of(world) * 16 * (world // 2) ** 2 / 1e6], us))
+    return Model(push, merge, fit(links, _link_work), measured)
 
 
 def table(found: Model) -> str:
@@ -130,14 +153,55 @@ def table(found: Model) -> str:
         "|---" * (len(WORLDS) + 2) + "|",
     ]
     for rows in ROWS:
-        cells = [f"{found.added(w, rows):.1f} +- {found.error:.1f}" for w in WORLDS]
+        cells = [f"{found.added(w, rows):.1f} +- {found.error(w, rows):.1f}" for w in WORLDS]
         known = found.measured.get((2, rows))
         lines.append(f"| {rows} | " + " | ".join(cells) + f" | {'-' if known is None else f'{known:.1f}'} |")
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Whole steps of a case, W -> microseconds: over devices, and of one rank whose peers' words are its own."""
+
+    rows: int
+    measured: dict[int, float]
+    alone: dict[int, float]
+
+    def expected(self, found: Model) -> dict[int, float]:
+        """On W devices."""
+        return {world: us + max(found.link.at(world, self.rows), 0.0) for world, us in sorted(self.alone.items())}
+
+    def efficiency(self, world: int, us: float) -> float:
+        return self.measured[1] / (world * us)
+
+
+def steps_of(records: list[dict[str, Any]]) -> dict[str, Steps]:
+    """By case; the newest line counts."""
+    found: dict[str, Steps] = {}
+    for line in records:
+        if line["op"] == "dcp_step" and "late_rank" not in line:
+            steps = found.setdefault(line["case"], Steps(line["requests"], {}, {}))
+            (steps.alone if line.get("virtual") else steps.measured)[line["world"]] = line["us"]
+    return {name: steps for name, steps in found.items() if 1 in steps.measured}
+
+
+def step_table(found: Model, steps: dict[str, Steps]) -> str:
+    """A row a case and W: measured, expected, efficiency of the one that there is."""
+    lines = ["| step | W | measured | one rank alone | expected | efficiency |", "|---" * 6 + "|"]
+    for name, x in steps.items():
+        expected = x.expected(found)
+        for world in sorted({*x.measured, *expected}):
+            known, own, thought = x.measured.get(world), x.alone.get(world), expected.get(world)
+            part = x.efficiency(world, known if known is not None else expected[world])
+            shown = [f"{us:.1f}" if us is not None else "-" for us in (known, own)]
+            allowed = 2 * found.link.left(world, x.rows)
+            shown.append("-" if thought is None else f"{thought:.1f} +- {allowed:.1f}")
+            lines.append(f"| {name} | {world} | " + " | ".join(shown) + f" | {part:.2f} |")
+    return "\n".join(lines)
+
+
 def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
-    """Left: what exchange and merge add against W. Right: whole steps on 1 and 2 devices, and more as expected."""
+    """Left: what exchange and merge add against W. Right: efficiency of whole steps, measured and expected."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,42 +211,37 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for rows in (1, 64, 128, 512):
         expected = [found.added(w, rows) for w in WORLDS]
-        drawn = left.errorbar(WORLDS, expected, yerr=found.error, marker="o", capsize=3, ls="--", label=f"{rows} rows")
+        error = [found.error(w, rows) for w in WORLDS]
+        drawn = left.errorbar(WORLDS, expected, yerr=error, marker="o", capsize=3, ls="--", label=f"{rows} rows")
         if (2, rows) in found.measured:
             left.plot([2], [found.measured[2, rows]], "s", color=drawn[0].get_color(), ms=9, mfc="none")
     left.axhline(8.0, color="grey", lw=0.8)
     left.set(xscale="log", xticks=WORLDS, xticklabels=WORLDS, xlabel="ranks W", ylabel="us added by exchange + merge")
     left.minorticks_off()
-    left.set_title("expected (dashed, from W = 2 and one device); squares: measured", fontsize=9)
+    left.set_title("expected (dashed, from W = 2 and virtual ranks); squares: measured", fontsize=9)
     left.legend(fontsize=8)
-    steps: dict[str, dict[int, float]] = {}
-    for line in records:
-        if line["op"] == "dcp_step" and "late_rank" not in line and "virtual" not in line:
-            steps.setdefault(line["case"], {})[line["world"]] = line["us"]
-    for name, times in steps.items():
-        if {1, 2} <= set(times):
-            more = {w: scaled(times, found, w, int(name.partition("x")[0])) for w in (4, 8)}
-            curve = {1: times[1], 2: times[2], **{w: us for w, us in more.items() if us is not None}}
-            right.plot(list(curve), [times[1] / (w * us) for w, us in curve.items()], "o--", label=name)
+    for name, x in steps_of(records).items():
+        curve = {1: x.measured[1], **x.expected(found)}
+        parts = [x.efficiency(w, us) for w, us in curve.items()]
+        error = [
+            p * 2 * found.link.left(w, x.rows) / us if w > 1 else 0.0
+            for p, (w, us) in zip(parts, curve.items(), strict=True)
+        ]
+        drawn = right.errorbar(list(curve), parts, yerr=error, marker="o", capsize=3, ls="--", label=name)
+        known = {w: us for w, us in x.measured.items() if w > 1}
+        values = [x.efficiency(w, us) for w, us in known.items()]
+        right.plot(list(known), values, "s", color=drawn[0].get_color(), ms=9, mfc="none")
     right.set(
-        xscale="log", xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8), xlabel="ranks W", ylabel="scaling efficiency"
+        xscale="log", xticks=(1, *WORLDS), xticklabels=(1, *WORLDS), xlabel="ranks W", ylabel="scaling efficiency"
     )
     right.set_ylim(0, 1.05)
     right.minorticks_off()
-    right.set_title("whole step: W = 1, 2 measured; 4, 8 expected", fontsize=9)
+    right.set_title("whole step: squares measured; dashed: one rank alone, and the link", fontsize=9)
     right.legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
-
-
-def scaled(times: dict[int, float], found: Model, world: int, rows: int) -> float | None:
-    """A whole step on W ranks, from those on 1 and 2: what W = 2 does not spend on the exchange is taken to consist of
-    a fixed part and one that W divides, the latter from the difference of the two. None if two ranks gain nothing: then
-    nothing follows for more."""
-    divided = 2 * (times[1] - (times[2] - found.added(2, rows)))
-    return None if divided <= 0 else times[1] - divided + divided / world + found.added(world, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,18 +257,18 @@ def main(argv: list[str] | None = None) -> int:
     require_file("--figure", args.figure)
     records = [json.loads(line) for line in args.records.read_text().splitlines() if line.strip()]
     found = model(records)
-    per_pair = found.push.values[1], found.merge.values[1]
-    print(f"push  = {found.push.values[0]:.2f} + {per_pair[0]:.3f} * kilopairs, left {found.push.rms:.2f} us")
-    fixed, per_rank = found.merge.values[0], found.merge.values[2]
-    print(f"merge = {fixed:.2f} + {per_pair[1]:.3f} * kilopairs + {per_rank:.3f} * W, left {found.merge.rms:.2f} us")
-    speed = 1 / found.link.values[1] if found.link.values[1] > 0 else float("inf")
-    print(f"link  = {found.link.values[0]:.2f} + bytes / {speed:.3f} TB/s, left {found.link.rms:.2f} us")
+    p, m, k = found.push, found.merge, found.link
+    print(f"push  = {p.values[0]:.2f} + {p.values[1]:.2f} * work, left {p.rms:.2f} us")
+    terms = f"{m.values[0]:.2f} + {m.values[1]:.2f} * work + {m.values[2]:.2f} * kilopairs * W * later"
+    print(f"merge = {terms} + {m.values[3]:.3f} * W, left {100 * m.rms:.0f} %")
+    speed = 1 / k.values[1] if k.values[1] > 0 else float("inf")
+    print(f"link  = {k.values[0]:.2f} + bytes / {speed:.2f} TB/s, left {k.rms:.2f} us")
     for world in WORLDS:
         other = model(records, left_out=world)
-        same = model(records)
-        worst = max(abs(other.merge.at(world, r) - same.merge.at(world, r)) for r in ROWS)
+        worst = max(abs(other.merge.at(world, r) - found.merge.at(world, r)) for r in ROWS)
         print(f"merge at W {world} from the other W: at most {worst:.2f} us from the fit to all")
     print(table(found))
+    print(step_table(found, steps_of(records)))
     if args.figure is not None:
         draw(found, records, args.figure)
     return 0

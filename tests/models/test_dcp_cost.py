@@ -11,6 +11,8 @@ import pytest
 from keysieve.bench import dcp_model as cost
 from keysieve.spec import default_topn
 
+PUSH, MERGE, LINK = (0.5, 0.3), (2.0, 0.4, 1.8, 0.05), (1.2, 1 / 0.35)
+
 
 def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
     """Lines as `dcp` and `dcp_virtual` write them, from coefficients that are known here."""
@@ -18,28 +20,34 @@ def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for world in cost.WORLDS:
         for rows in cost.ROWS:
-            kilopairs = cost.pairs_of(world) * world * cost.waves(rows) / 1000
-            push, merge = 0.5 + 0.3 * kilopairs, 2.0 + 0.9 * kilopairs + 0.05 * world
-            near, far = draw.normal(0, noise, 2)
+            pairs, later = cost.pairs_of(world), max(0.0, rows / 132 - 1)
+            work = pairs * world * rows / 1e5
+            push = PUSH[0] + PUSH[1] * work
+            merge = MERGE[0] + MERGE[1] * work + MERGE[2] * pairs * world * later / 1000 + MERGE[3] * world
+            near, far, apart = draw.normal(0, noise, 3)
             common = {"world": world, "requests": rows, "topn": default_topn(2048, world)}
             extra = {"transport": "one device", "offer_us": 5.0, "push_us": 5.0 + push}
-            lines.append({**common, **extra, "op": "merge", "us": merge + near})
+            lines.append({**common, **extra, "op": "merge", "us": merge * (1 + near / 5)})
+            lines.append({**lines[-1], "us": 99.0, "kind": "throughput form"})
+            left = LINK[0] + LINK[1] * rows * pairs * 16 * (world // 2) ** 2 / 1e6
+            lines.append({**common, "op": "exchange", "transport": "two devices", "us": left + apart})
             if world == 2:
-                link = 1.2 + cost.link_bytes(2, rows) / 0.35e6
-                us = push + merge + link + far
+                us = push + merge + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + far
                 lines.append({**common, "op": "exchange", "transport": "nvlink", "us": us, "case": f"{rows}x32K"})
     for world, us in ((1, 150.0), (2, 80.0)):
         lines.append({"op": "dcp_step", "case": "64x128K", "world": world, "requests": 64, "us": us})
     lines.append({**lines[-1], "late_rank": 1, "us": 1000.0})
+    for world, us in ((2, 76.0), (4, 40.0), (8, 22.0)):
+        lines.append({**lines[-2], "world": world, "virtual": "fed by itself", "us": us})
     return lines
 
 
 def test_coefficients_are_found_again() -> None:
     found = cost.model(records(0.0))
-    assert found.push.values == pytest.approx((0.5, 0.3))
-    assert found.merge.values == pytest.approx((2.0, 0.9, 0.05))
-    assert found.link.values == pytest.approx((1.2, 1 / 0.35))
-    assert found.error < 1e-6
+    assert found.push.values == pytest.approx(PUSH)
+    assert found.merge.values == pytest.approx(MERGE)
+    assert found.link.values == pytest.approx(LINK)
+    assert found.error(8, 64) < 1e-6
     assert found.added(2, 64) == pytest.approx(found.measured[2, 64])
 
 
@@ -51,8 +59,18 @@ def test_the_error_covers_most_of_the_scatter() -> None:
         for world in cost.WORLDS:
             for rows in cost.ROWS:
                 total += 1
-                inside += abs(found.added(world, rows) - truth.added(world, rows)) <= found.error
+                inside += abs(found.added(world, rows) - truth.added(world, rows)) <= found.error(world, rows)
     assert inside / total > 0.9
+
+
+def test_a_step_is_one_rank_s_and_the_link() -> None:
+    lines = records(0.0)
+    found, steps = cost.model(lines), cost.steps_of(lines)
+    assert steps["64x128K"].measured == {1: 150.0, 2: 80.0}
+    expected = steps["64x128K"].expected(found)
+    assert expected[8] == pytest.approx(22.0 + LINK[0] + LINK[1] * cost.link_megabytes(8, 64))
+    assert steps["64x128K"].efficiency(8, expected[8]) == pytest.approx(150 / 8 / expected[8])
+    assert "| 64x128K | 2 | 80.0 | 76.0 | " in cost.step_table(found, steps)
 
 
 def test_a_world_left_out_is_expected_from_the_others() -> None:
