@@ -80,6 +80,7 @@ class Exchange(ContextParallel):
         self._decided: torch.device | None = None
         self._memories: dict[ExchangeLayout, ExchangeMemory] = {}
         self._broken: str | None = None
+        self._lost = False
 
     # --- what an indexer calls ---------------------------------------------------------------------------------
 
@@ -168,13 +169,22 @@ class Exchange(ContextParallel):
     def failure(self) -> str | None:
         """What a merge of this rank reported before it gave up, as text, or None. Does not synchronise.
 
-        For handlers of CUDA errors: after a report the context is gone, but this can still be asked.
+        For handlers of CUDA errors: after a report the context is gone, but this can still be asked. The exchange's
+        memory is then never freed: torch would end the process instead of letting an exception through.
         """
         for memory in self._memories.values():
             found = exchange_report.failure(memory.report, self.timeout)
             if found is not None:
+                self._lose()
                 return found
         return None
+
+    def _lose(self) -> None:
+        """The CUDA context is gone, once a merge has reported."""
+        if not self._lost:
+            self._lost = True
+            for memory in self._memories.values():
+                memory.keep_for_ever()
 
     def raise_failure(self) -> None:
         """Refuse a call after a failure: the device may be lost, and the ranks are out of step.
@@ -184,7 +194,7 @@ class Exchange(ContextParallel):
         """
         for memory in self._memories.values():
             if exchange_report.written(memory.report):
-                raise ExchangeError(exchange_report.failure(memory.report, self.timeout))
+                raise ExchangeError(self.failure())
         if self._broken is not None:
             raise ExchangeError(f"this exchange failed before and its ranks are out of step: {self._broken}")
 

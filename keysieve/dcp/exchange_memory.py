@@ -7,6 +7,7 @@ check``). Either way a kernel sees addresses only, and peers are reached by plai
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -55,6 +56,15 @@ class ExchangeMemory:
         known = [a if a < 1 << 63 else a - (1 << 64) for a in addresses]
         table = torch.tensor(known + [0] * (MAX_WORLD - len(known)), dtype=torch.int64, device="cpu")
         self.peers.copy_(table)
+
+    def keep_for_ever(self) -> None:
+        """Never free this memory: the CUDA context is lost.
+
+        Freeing symmetric memory then throws where C++ cannot catch it, and the process would end at the first frame
+        that an exception leaves, before anybody has read what a merge reported.
+        """
+        for kept in (self.block, self._owner):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def preset(self, epoch: int) -> None:
         """As after ``epoch`` completed calls of every row: epochs, and the tags of this rank's slots.

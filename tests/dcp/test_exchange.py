@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import struct
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import keysieve as ks
 from dcp.processes import run_ranks
-from keysieve.dcp import exchange_report
+from keysieve.dcp import ExchangeError, exchange_report
 from keysieve.dcp.exchange import Exchange, judged, virtual_ranks
 from keysieve.dcp.exchange_memory import ExchangeMemory, VirtualBlocks
 from keysieve.dcp.layout import ALIGNMENT, ExchangeLayout
@@ -282,3 +284,25 @@ def test_outside_a_group_the_refusal_says_what_to_do() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ks.KeysieveError, match="init_process_group"):
         Exchange()
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_memory_is_not_freed_once_a_merge_has_reported(reported: bool) -> None:
+    """Freeing symmetric memory in a lost context ends the process, and nobody reads the error that is on its way."""
+    ranks = virtual_ranks(["cpu"] * 2)
+    for one in ranks:
+        one.bind(SPEC, max_rows=2, max_context=300, device="cpu")
+    memory = ranks[0].memory
+    assert memory is not None
+    block = weakref.ref(memory.block)
+    if reported:
+        memory.report.copy_(report(0, 3, 1, 17, 15, STAGE_WORDS, 4 << 16, 0, 100, 0, 17))
+        with pytest.raises(ExchangeError, match="row 3, call 17"):
+            ranks[0].raise_failure()
+        with pytest.raises(ExchangeError, match="row 3, call 17"):
+            ranks[0].check(torch.device("cpu"))
+    else:
+        ranks[0].raise_failure()
+    del ranks, one, memory
+    gc.collect()
+    assert (block() is not None) == reported

@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,12 @@ def _run(rank: int, world: int, tasks: list[str], port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for task in tasks:
         began = time.monotonic()
-        TASKS[task](world)
+        try:
+            TASKS[task](world)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
         print(f"rank {rank} of {world}: {task} holds, {time.monotonic() - began:.1f} s", flush=True)
         dist.barrier()
     dist.destroy_process_group()
