@@ -202,8 +202,9 @@ class Model:
         nth = state[at.merged(rank, row)] + 1
         if nth > len(s.programs[rank]):
             return
-        rows = range(s.rows)
-        if min(state[at.pushed(rank, r)] for r in rows) < nth or min(state[at.merged(rank, r)] for r in rows) < nth - 1:
+        if min(state[at.merged(rank, r)] for r in range(s.rows)) < nth - 1:
+            return  # the scorer of this call waited for them, and the pushes for the scorer
+        if not s.overlapped and not self._pushed(state, rank, nth):
             return
         call = s.programs[rank][nth - 1]
         if not state[at.started(rank, row)]:
@@ -221,6 +222,10 @@ class Model:
                     accepted = False
                     yield from self._accept(state, rank, row, source, unit, call)
         yield from self._rescue(state, rank, row, call, accepted)
+
+    def _pushed(self, state: bytes, rank: int, nth: int) -> bool:
+        """Has the rank pushed all rows of its nth call? That is what the merge's grid-dependency wait waits for."""
+        return min(state[self.layout.pushed(rank, row)] for row in range(self.scenario.rows)) >= nth
 
     def _start(self, state: bytes, rank: int, row: int, nth: int) -> Iterator[Step]:
         s, at = self.scenario, self.layout
@@ -333,7 +338,7 @@ class Model:
                         f"(list {index}, from rank {source})"
                     )
                 yield Step(f"rank {rank} reads rank {source}'s rescue word of row {row}", bytes(b), violation)
-        if complete:
+        if complete and self._pushed(state, rank, state[at.merged(rank, row)] + 1):
             yield self._finish(state, rank, row, call, bool(ranks))
 
     def _finish(self, state: bytes, rank: int, row: int, call: int, rescued: bool) -> Step:

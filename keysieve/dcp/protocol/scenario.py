@@ -42,6 +42,8 @@ class Scenario:
         client_errs: the ranks' programs differ. Then a reported failure or timeout is the right end, and only a
             *completed* merge with words of another call is a violation.
         own_in_order: a rank's stores to its own slots land at once (they are still read half by half).
+        overlapped: the merge's blocks start, read the epoch and poll while their rank's own pushes of the call are yet
+            to come, and wait for these where they end; else they wait where they begin.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Scenario:
     signatures: dict[int, int] = field(default_factory=dict)
     client_errs: bool = False
     own_in_order: bool = False
+    overlapped: bool = False
 
     @property
     def world(self) -> int:

@@ -7,6 +7,7 @@ well and must be sound, so that it is the fault that is found and not the scenar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from keysieve.dcp.protocol.scenario import Scenario
@@ -86,10 +87,15 @@ SMALL: Final[tuple[Scenario, ...]] = (
     BOTH_ROWS,
     SKIPPED,
     OTHER_ROWS,
+    *(
+        replace(one, name=f"{one.name}, overlapped", overlapped=True)
+        for one in (*WRAP[2:3], ONE_RESCUED, FULL_CHIP, BOTH_ROWS, SKIPPED)
+    ),
 )
 
 LARGE: Final[tuple[Scenario, ...]] = (
     *SMALL,
+    *(replace(one, name=f"{one.name}, overlapped", overlapped=True) for one in SMALL[:3]),
     Scenario("2 ranks, 3 calls, 3 halves", _all(2, 3), units=PAIR, first_epoch=3),
     Scenario("2 ranks, 5 calls, 2 halves", _all(2, 5), units=WORD, first_epoch=1),
     Scenario("2 ranks, 2 calls, 4 halves, own in order", _all(2, 2), units=("lo", "hi", "lo", "hi"), own_in_order=True),
