@@ -181,8 +181,8 @@ class ScoreKernel(Frame):
     @cute.kernel
     def kernel(
         self,
-        key_copy: cute.CopyAtom,
-        key_pages: cute.Tensor,
+        key_copy: Any,
+        key_pages: Any,
         row_copy: Any,
         query_rows: Any,
         weights: Int64,
@@ -256,6 +256,7 @@ class ScoreKernel(Frame):
             if warp == self.report_warp and block == Int32(0):
                 total = schedule.tiles_before(shared.prefix, requests)
                 self.report(shared, starts, flags, requests, capacity, total)
+            self.assist(shared, warp)
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_increase(shape.registers[1])
@@ -263,14 +264,14 @@ class ScoreKernel(Frame):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config.next_n)
             targets = Targets(logits, tops, pitch, policy)
-            consume(self, shared, self.products(shared, thread), targets, thread, led)
+            self.consume(shared, targets, thread, led)
 
     @cute.jit
-    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: Any, warp: Int32) -> None:
+    def begin(self, shared: Any, key_copy: Any, row_copy: Any, warp: Int32) -> None:
         """Barriers and descriptors, while the first loads are on their way; the plan's barrier publishes them."""
         shape = self.shape
         if warp == self.key_warp:
-            cpasync.prefetch_descriptor(key_copy)
+            self.prefetch_pages(key_copy)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
@@ -295,6 +296,17 @@ class ScoreKernel(Frame):
     def products(self, shared: Any, thread: Int32) -> Any:
         """The matrix products of a consumer thread."""
         return Products(self, shared, thread)
+
+    def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
+        """The work of a consumer thread."""
+        consume(self, shared, self.products(shared, thread), targets, thread, led)
+
+    def assist(self, shared: Any, warp: Int32) -> None:
+        """What producer warps beside the first two do."""
+
+    def prefetch_pages(self, key_copy: Any) -> None:
+        """Bring the keys' descriptor near."""
+        cpasync.prefetch_descriptor(key_copy)
 
     def prefetch_rows(self, row_copy: Any) -> None:
         """Bring the queries' descriptor near."""

@@ -30,6 +30,7 @@ from keysieve.kernels.sm90_score_load import (
     put_weights,
     row_views,
     scale_words,
+    send_batch,
     spoil_scales,
     widen_rows,
 )
@@ -121,6 +122,47 @@ def send_tile(
 
 
 @cute.jit
+def send_each(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    key_copy: cute.CopyAtom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    code: Int32,
+    request: Int32,
+    within: Int32,
+    count: Int32,
+    current: Int32,
+    sequence: Int32,
+    led: Int32,
+    stage: Int32,
+    phase: Int32,
+    lane: Int32,
+    policy: Int64,
+) -> Any:
+    """Send the first `count` tiles of a batch one by one; lanes 2 i and 2 i + 1 hold tile i's pages (`code`).
+
+    request, within: the lane's tile. current, sequence: the request sent last and its number. stage, phase: of the next
+    place in the ring. Returns the four anew.
+    """
+    for index in cutlass.range(count, unroll=1):
+        owner = cute.arch.shuffle_sync(request, index * Int32(2))
+        tile = cute.arch.shuffle_sync(within, index * Int32(2))
+        if owner != current:
+            sequence = sequence + Int32(1)
+            order_queries(shared, sequence - led, owner)
+        current = owner
+        sync.wait_barrier(shared.key_empty + stage, phase)
+        send_tile(kernel, shared, key_copy, source, target, code, index, owner, tile, sequence, stage, lane, policy)
+        score_trace.mark_first(kernel, shared, score_trace.COPYING)
+        stage = stage + Int32(1)
+        if stage == Int32(kernel.shape.stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+    return current, sequence, stage, phase
+
+
+@cute.jit
 def order_queries(shared: Any, number: Int32, request: Int32) -> None:
     """Order number `number` to the query warp: the request that comes next (NO_REQUEST: none any more)."""
     slot = number & Int32(ORDERS - 1)
@@ -174,8 +216,8 @@ def ask_ahead(
 def stream_keys(
     kernel: cutlass.Constexpr[Any],
     shared: Any,
-    key_copy: cute.CopyAtom,
-    key_pages: cute.Tensor,
+    key_copy: Any,
+    key_pages: Any,
     table: Int64,
     table_stride: Int64,
     pages: Int32,
@@ -236,20 +278,11 @@ def stream_keys(
     more = Int32(1)
     while more != Int32(0):
         code = page_code(page, needed, pages, flags)
-        for index in cutlass.range(count, unroll=1):
-            owner = cute.arch.shuffle_sync(request, index * Int32(2))
-            tile = cute.arch.shuffle_sync(within, index * Int32(2))
-            if owner != current:
-                sequence = sequence + Int32(1)
-                order_queries(shared, sequence - led, owner)
-            current = owner
-            sync.wait_barrier(shared.key_empty + stage, phase)
-            send_tile(kernel, shared, key_copy, source, target, code, index, owner, tile, sequence, stage, lane, policy)
-            score_trace.mark_first(kernel, shared, score_trace.COPYING)
-            stage = stage + Int32(1)
-            if stage == Int32(shape.stages):
-                stage = Int32(0)
-                phase = phase ^ Int32(1)
+        batch = (code, request, within, count, current, sequence, led, stage, phase, lane, policy)
+        if cutlass.const_expr(hasattr(kernel, "send_batch")):
+            current, sequence, stage, phase = send_batch(kernel, shared, key_copy, *batch)
+        else:
+            current, sequence, stage, phase = send_each(kernel, shared, key_copy, source, target, *batch)
         if waiting != Int32(0):
             cursor, last = homes.publish(
                 shared.prefix,

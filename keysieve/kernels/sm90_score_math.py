@@ -208,7 +208,7 @@ def consume(
 @cute.jit
 def next_tile(shared: Any, stage: Int32, phase: Int32) -> Any:
     """(request or NO_REQUEST, tile of it, its number in the block's order) of a stage, when it has landed."""
-    sync.wait_barrier(shared.key_full + stage, phase)
+    sync.wait_barrier(getattr(shared, "landed", shared.key_full) + stage, phase)
     owner, tile, sequence, _unused = ptx.load_shared_v4(shared.descriptors + Uint32(stage) * Uint32(16))
     return Int32(owner), Int32(tile), Int32(sequence)
 
