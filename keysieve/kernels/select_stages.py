@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import select_foreign as foreign
@@ -56,6 +57,14 @@ def warp_scratch(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectCo
 # ---------------------------------------------------------------------------------------------- keys
 
 
+@dsl_user_op
+def load_group(addr: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
+    """The eight keys of a group, four words. Keys are read once: without lines of L1 for them, a gather of scattered
+    groups from memory takes a fifth less time, and a part that is read whole a little less."""
+    text = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return ptx.asm(text, "=r,=r,=r,=r,l", (Uint32,) * 4, (addr,), loc=loc, ip=ip)
+
+
 @cute.jit
 def issue_keys(
     base: Uint32,
@@ -87,7 +96,7 @@ def issue_keys(
         if cutlass.const_expr(not config.maxima):
             readable = readable and foreign.is_whole(groups[step], head, end)
         if readable:
-            loaded = ptx.load_v4(address + Int64(groups[step]) * Int64(16))
+            loaded = load_group(address + Int64(groups[step]) * Int64(16))
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = loaded[word]
     return groups, words

@@ -64,13 +64,15 @@ def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32, bits: int) -
     """Count, by their other bits, those of eight keys whose upper `bits` bits are `digit`. bits: 11 or 12.
 
     Keys of other digits are counted too, in bins behind that nobody reads: no branch, and mostly a bin for each lane.
+    All bins are below 64: shifted by 14, a word of two of them is 4 times the upper one.
     """
     pattern = (digit << Uint32(16 - bits)) | (digit << Uint32(32 - bits))
-    spare = Uint32(lane) + Uint32(1 << (16 - bits))
+    spare = (Uint32(lane) + Uint32(1 << (16 - bits))) * Uint32(0x10001)
     for word in words:
-        rest = word ^ pattern  # a half below 2 ** (16 - bits) is a hit, and its own lower bits
-        for half in (rest & Uint32(0xFFFF), rest >> Uint32(16)):
-            ptx.red_shared(base + packed.min_u32(half, spare) * Uint32(4), Uint32(1), "add")
+        # a half of the difference below 2 ** (16 - bits) is a hit, and its own lower bits
+        bins = packed.min_u16x2(word ^ pattern, spare)
+        ptx.red_shared(base + (bins & Uint32(63)) * Uint32(4), Uint32(1), "add")
+        ptx.red_shared(base + (bins >> Uint32(14)), Uint32(1), "add")
 
 
 @cute.jit
@@ -174,7 +176,8 @@ def find_high_shared(
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then the threshold chunk's bins."""
+    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then the threshold chunk's bins: four a
+    store, since it is stores that take a receiver's time."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
@@ -182,14 +185,15 @@ def find_high_shared(
     chunks = base + Uint32(shared.chunks[stage])
     arrival = base + Uint32(shared.arrivals + 24 * stage)
     cute.arch.sync_threads()
-    each = 32 // config.warps
-    for index in cutlass.range_constexpr(each):
-        chunk = warp * Int32(each) + Int32(index)
-        first, second = packed.load_shared_v2(histogram + Uint32(chunk) * Uint32(256) + Uint32(lane) * Uint32(8))
-        total = scan.warp_sum(Int32(first + second))
+    if warp < Int32(8):
+        totals = []
+        for index in cutlass.range_constexpr(4):
+            place = histogram + Uint32(warp) * Uint32(1024) + Uint32(256 * index) + Uint32(lane) * Uint32(8)
+            first, second = packed.load_shared_v2(place)
+            totals.append(Uint32(scan.warp_sum(Int32(first + second))))
         if lane < Int32(config.cluster):
-            slot = chunks + Uint32(rank) * Uint32(128) + Uint32(chunk) * Uint32(4)
-            exchange_cluster.send(slot, Uint32(total), arrival, Uint32(lane))
+            slot = chunks + Uint32(rank) * Uint32(128) + Uint32(warp) * Uint32(16)
+            exchange_cluster.send_v4(slot, *totals, arrival, Uint32(lane))
     exchange_cluster.receive(arrival)
     behind = Uint32(31) - Uint32(lane)
     mine = Int32(ptx.load_shared(chunks + Uint32(rank) * Uint32(128) + behind * Uint32(4)))
@@ -200,11 +204,14 @@ def find_high_shared(
     chunk = Int32(31) - owner
     place = histogram + Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
     my_lower, my_upper = packed.load_shared_v2(place)
-    bins = base + Uint32(shared.bins[stage]) + Uint32(lane) * Uint32(8)
+    bins = base + Uint32(shared.bins[stage])
     arrival = base + Uint32(shared.arrivals + 24 * stage + 8)
-    if warp < Int32(config.cluster):
-        exchange_cluster.send_v2(bins + Uint32(rank) * Uint32(256), my_lower, my_upper, arrival, Uint32(warp))
+    if warp < Int32(config.cluster) and lane < Int32(16):
+        within = Uint32(lane) * Uint32(16)
+        four = ptx.load_shared_v4(histogram + Uint32(chunk) * Uint32(256) + within)
+        exchange_cluster.send_v4(bins + Uint32(rank) * Uint32(256) + within, *four, arrival, Uint32(warp))
     exchange_cluster.receive(arrival)
+    bins = bins + (Uint32(248) - Uint32(lane) * Uint32(8))
     upper = Int32(0)
     lower = Int32(0)
     for peer in cutlass.range_constexpr(config.cluster):
@@ -286,7 +293,10 @@ def exchange_lows(
         arrival = base + Uint32(shared.arrivals + 24 * stage + 16)
         if warp < Int32(config.cluster):
             slot = lows + Uint32(rank) * Uint32(160)
-            exchange_cluster.send(slot + behind, Uint32(mine), arrival, Uint32(warp))
+            if lane < Int32(8):
+                within = Uint32(lane) * Uint32(16)
+                four = ptx.load_shared_v4(base + Uint32(shared.low[stage]) + within)
+                exchange_cluster.send_v4(slot + within, *four, arrival, Uint32(warp))
             if lane == Int32(0):
                 exchange_cluster.send(slot + Uint32(128), Uint32(my_above), arrival, Uint32(warp))
         exchange_cluster.receive(arrival)
