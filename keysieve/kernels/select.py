@@ -218,16 +218,42 @@ class Select:
             table_row, first_block = places.fetch_table(base, where, head, end, first, count, thread, config)
             if cutlass.const_expr(config.cluster > 1):
                 steps.await_cluster(active)
-            places.enter(release, config)
+            # What the loads need is there before the wait: keys of a part that fits, else the maxima.
+            origin, start, units = address, first, count
+            if two_level:
+                start, units = stages.share_tops(groups, rank, active, config)
+                origin = tops
+            ahead = units
+            if cutlass.const_expr(not config.maxima):  # nobody's maxima are there yet
+                ahead = units * (Int32(1) - Int32(two_level))
+            loading = stages.plan_loads(base, False, start, ahead, thread, config)
+            if where[4] >= Int32(0):  # always; without a branch the assembler moves all of that behind the wait
+                places.enter(release, config)
+            words = stages.issue_loads(origin, head, end, loading, config)
             steps.mark(base, thread, 12, config)
             edge = Uint32(0)
             if cutlass.const_expr(not config.maxima):
                 edge = foreign.load_edge(address, head, end, groups, thread)
             if two_level:
                 count = stages.find_groups(
-                    base, address, tops, edge, head, end, groups, k, thread, rank, active, config
+                    base,
+                    address,
+                    tops,
+                    edge,
+                    head,
+                    end,
+                    groups,
+                    k,
+                    thread,
+                    rank,
+                    active,
+                    start,
+                    units,
+                    words,
+                    config,
                 )
-            loading, words = stages.issue_keys(base, address, head, end, two_level, first, count, thread, config)
+                loading = stages.plan_loads(base, True, first, count, thread, config)
+                words = stages.issue_loads(address, head, end, loading, config)
             words = stages.settle_keys(base, edge, head, end, two_level, loading, words, count, thread, config)
             found, slot = stages.find_keys(base, words, count, k, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)

@@ -10,7 +10,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import select_foreign as foreign
@@ -57,49 +56,58 @@ def warp_scratch(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectCo
 # ---------------------------------------------------------------------------------------------- keys
 
 
-@dsl_user_op
-def load_group(addr: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
-    """The eight keys of a group, four words. Keys are read once: without lines of L1 for them, a gather of scattered
-    groups from memory takes a fifth less time, and a part that is read whole a little less."""
-    text = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return ptx.asm(text, "=r,=r,=r,=r,l", (Uint32,) * 4, (addr,), loc=loc, ip=ip)
+@cute.jit
+def share_tops(groups: Int32, rank: Int32, active: Int32, config: cutlass.Constexpr[SelectConfig]) -> Any:
+    """This block's part of the row's maxima, in vectors of 8: (the first one, how many)."""
+    vectors = (groups + Int32(7)) >> Int32(3)
+    part = vectors
+    if active > Int32(1):
+        part = (vectors + Int32(config.cluster - 1)) // Int32(config.cluster)
+    first = rank * part
+    return first, share(vectors, first, part)
 
 
 @cute.jit
-def issue_keys(
+def plan_loads(
     base: Uint32,
-    address: Int64,
-    head: Int32,
-    end: Int32,
-    listed: Boolean,
+    listed: cutlass.Constexpr[bool],
     first: Int32,
     count: Int32,
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """Begin to load this thread's vectors: of the groups in the shared list (`listed`), or of the part [first, first +
-    count) of the row's groups. Returns (their groups, -1 for none; their raw words): nothing waits for these yet."""
-    shared = SharedMap.of(config)
+    """Which vectors this thread holds, -1 for none: of the part [first, first + count), or of the `count` groups in the
+    shared list (`listed`)."""
     rounds = rounds_of(count, config)
     index = first_index(rounds, thread)
-    groups = [Int32(-1) for _ in range(VECTORS)]
-    words = [Uint32(0) for _ in range(4 * VECTORS)]
+    places = [Int32(-1) for _ in range(VECTORS)]
     for step in cutlass.range_constexpr(VECTORS):
         one = index + Int32(32 * step)
         if Int32(step) < rounds and one < count:
-            group = first + one
-            if listed:
-                group = Int32(ptx.load_shared(base + Uint32(shared.groups) + Uint32(one) * Uint32(4)))
-            groups[step] = group
+            place = first + one
+            if cutlass.const_expr(listed):
+                group = base + Uint32(SharedMap.of(config).groups) + Uint32(one) * Uint32(4)
+                place = Int32(ptx.load_shared(group))
+            places[step] = place
+    return places
+
+
+@cute.jit
+def issue_loads(
+    address: Int64, head: Int32, end: Int32, places: Any, config: cutlass.Constexpr[SelectConfig]
+) -> list[Uint32]:
+    """Begin to load the vectors `places` from `address`, 0 for none and for a foreign row's edge groups; nothing waits
+    for their words yet."""
+    words = [Uint32(0) for _ in range(4 * VECTORS)]
     for step in cutlass.range_constexpr(VECTORS):
-        readable = groups[step] >= Int32(0)
+        readable = places[step] >= Int32(0)
         if cutlass.const_expr(not config.maxima):
-            readable = readable and foreign.is_whole(groups[step], head, end)
+            readable = readable and foreign.is_whole(places[step], head, end)
         if readable:
-            loaded = load_group(address + Int64(groups[step]) * Int64(16))
+            loaded = ptx.load_v4(address + Int64(places[step]) * Int64(16))
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = loaded[word]
-    return groups, words
+    return words
 
 
 @cute.jit
@@ -115,7 +123,7 @@ def settle_keys(
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """key16 of this thread's vectors from what `issue_keys` returned, 0 where no key is; of foreign NaNs the largest
+    """key16 of this thread's vectors from what `issue_loads` returned, 0 where no key is; of foreign NaNs the largest
     number, for `settle_nans` to find."""
     rounds = rounds_of(count, config)
     index = first_index(rounds, thread)
@@ -231,11 +239,10 @@ def hold_tops(
     first_vector: Int32,
     count: Int32,
     rounds: Int32,
-    groups: Int32,
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
-) -> Any:
-    """The maxima that this thread keeps in registers, 0 past the row. All loads are issued before one is looked at."""
+) -> list[Uint32]:
+    """The maxima of a foreign row that this thread keeps in registers. All loads are issued before one is looked at."""
     held = VECTORS
     index = first_index(rounds, thread)
     words = [Uint32(0) for _ in range(4 * held)]
@@ -251,7 +258,7 @@ def hold_tops(
                     near = ptx.load_shared_v4(base + Uint32(SharedMap.of(config).scratch) + Uint32(one) * Uint32(16))
                     for word in cutlass.range_constexpr(4):
                         words[4 * step + word] = near[word]
-            elif cutlass.const_expr(config.maxima or config.given):
+            elif cutlass.const_expr(config.given):
                 loaded = ptx.load_v4(tops + Int64(first_vector + one) * Int64(16))
                 for word in cutlass.range_constexpr(4):
                     words[4 * step + word] = loaded[word]
@@ -260,7 +267,14 @@ def hold_tops(
                 loaded = ptx.load_shared_v4(place + Uint32(512 * step))
                 for word in cutlass.range_constexpr(4):
                     words[4 * step + word] = loaded[word]
-    for step in cutlass.range_constexpr(held):
+    return words
+
+
+@cute.jit
+def within_row(words: list[Uint32], first_vector: Int32, rounds: Int32, groups: Int32, thread: Int32) -> list[Uint32]:
+    """The held maxima, 0 past the row."""
+    index = first_index(rounds, thread)
+    for step in cutlass.range_constexpr(VECTORS):
         group = (first_vector + index + Int32(32 * step)) * Int32(8)
         if group + Int32(8) > groups:
             for word in cutlass.range_constexpr(4):
@@ -294,9 +308,14 @@ def find_groups(
     thread: Int32,
     rank: Int32,
     active: Int32,
+    first_vector: Int32,
+    count: Int32,
+    words: list[Uint32],
     config: cutlass.Constexpr[SelectConfig],
 ) -> Int32:
-    """Stage 0: the K best of the row's groups. Leaves this block's in the shared list `groups`; returns their number.
+    """Stage 0: the K best of the row's groups, whose maxima are `count` vectors from `first_vector` on in this block;
+    `words`: those that a thread holds, where they were given. Leaves this block's best in the shared list `groups`;
+    returns their number.
 
     Where the groups whose tops reach the threshold's bin all fit the next stage's registers, they all are taken, more
     than K: the best K are among them, and the second digit is not looked for. Maxima beyond the registers are read
@@ -308,10 +327,6 @@ def find_groups(
     lane = thread & Int32(31)
     high = base + Uint32(shared.high[0])
     low_bins = base + Uint32(shared.low[0])
-    vectors = (groups + Int32(7)) >> Int32(3)
-    part = (vectors + active - Int32(1)) // active
-    first_vector = rank * part
-    count = share(vectors, first_vector, part)
     rounds = rounds_of(count, config)
     first = first_index(rounds, thread)
     if cutlass.const_expr(config.streamed):
@@ -324,7 +339,9 @@ def find_groups(
         stream.settle_edges(base, tops, edge, head, end, groups, begin, stop, spilled, thread, config)
     elif cutlass.const_expr(not config.maxima and not config.given):
         foreign.fill_tops(base, address, tops, edge, head, end, groups, first_vector, count, rounds, thread, config)
-    words = hold_tops(base, tops, first_vector, count, rounds, groups, thread, config)
+    if cutlass.const_expr(not config.maxima):
+        words = hold_tops(base, tops, first_vector, count, rounds, thread, config)
+    words = within_row(words, first_vector, rounds, groups, thread)
     steps.mark(base, thread, 2, config)
     for step in cutlass.range_constexpr(held):
         if Int32(step) < rounds and first + Int32(32 * step) < count:
