@@ -134,7 +134,7 @@ def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
         if kind == ("merge", "one device") and line["world"] != left_out:
             pushes[key] = line["push_us"] - line["offer_us"]
             merges[key] = line["us"]
-        elif kind == ("exchange", "two devices") and line["world"] != left_out:
+        elif kind == ("merge", "two devices") and line["world"] != left_out:
             spread[key] = line["us"]
         elif kind == ("exchange", "nvlink"):
             measured[key] = line["us"]

@@ -80,7 +80,7 @@ def measure(world: int, rows: int) -> timing.Record:
         taken.replays, True,
     )  # fmt: skip
     return timing.record(
-        "exchange",
+        "merge",
         f"W{world} {rows} rows",
         link,
         both[0],
@@ -95,6 +95,7 @@ def measure(world: int, rows: int) -> timing.Record:
             "topn": topn,
             "transport": "two devices",
             "virtual": "two devices",
+            "what": "added by the link",
             "iteration_us": round(taken.us, 3),
             "one_device_us": round(alone.us / 2, 3),
         },

@@ -30,7 +30,7 @@ def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
             lines.append({**common, **extra, "op": "merge", "us": merge * (1 + near / 5)})
             lines.append({**lines[-1], "us": 99.0, "kind": "throughput form"})
             left = LINK[0] + LINK[1] * rows * pairs * 16 * (world // 2) ** 2 / 1e6
-            lines.append({**common, "op": "exchange", "transport": "two devices", "us": left + apart})
+            lines.append({**common, "op": "merge", "transport": "two devices", "us": left + apart})
             if world == 2:
                 us = push + merge + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + far
                 lines.append({**common, "op": "exchange", "transport": "nvlink", "us": us, "case": f"{rows}x32K"})
