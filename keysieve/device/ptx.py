@@ -97,9 +97,10 @@ def bulk_wait(pending: int = 0, read: bool = False, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
-def l2_policy(kind: str, *, loc: Any = None, ip: Any = None) -> Int64:
-    """An L2 cache policy for bulk copies: "evict_first", "evict_last" or "evict_normal"."""
-    text = f"createpolicy.fractional.L2::{kind}.b64 $0, 1.0;"
+def l2_policy(kind: str, share: float = 1.0, *, loc: Any = None, ip: Any = None) -> Int64:
+    """An L2 cache policy: "evict_first", "evict_last" or "evict_normal" for a share (0 to 1, a Python number) of the
+    lines, none for the others."""
+    text = f"createpolicy.fractional.L2::{kind}.b64 $0, {share};"
     return asm(text, "=l", (Int64,), (), pure=True, loc=loc, ip=ip)[0]
 
 

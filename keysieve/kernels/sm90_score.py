@@ -129,9 +129,9 @@ class ScoreKernel(Frame):
         """Launch. Addresses are device byte addresses (0 where unused), see `sm90_score_host` for what they point to.
 
         page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of
-        pitched logits. pages: of the pool. limit: longest usable length. skip: requests whose longest row is at most
-        this are not scored. capacity: tiles the compact buffer holds for every row of a request. blocks: of the grid,
-        were there one a multiprocessor. tops: for pitched logits, which have none, the sharding word in their place.
+        pitched logits, or the tile rows of compact ones that L2 is asked to keep. pages: of the pool. limit: longest
+        usable length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact
+        buffer holds for every row of a request. blocks: of the grid, were there one a multiprocessor. tops: for pitched logits, which have none, the sharding word in their place.
         """
         config = self.config
         stride = cute.assume(page_stride, divby=16)
@@ -262,7 +262,7 @@ class ScoreKernel(Frame):
                 cute.arch.setmaxregister_increase(shape.registers[1])
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-            policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config.next_n)
+            policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config, pitch)
             targets = Targets(logits, tops, pitch, policy)
             self.consume(shared, targets, thread, led)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from keysieve.checks import describe, refuse
+from keysieve.kernels.sm90_score_config import KEPT_ROWS
 from keysieve.spec import FORMATS, PAGE, TILE
 
 Launch = Callable[..., None]
@@ -50,6 +51,7 @@ def score_compact(
     blocks: int,
     chained: bool = False,
     words: torch.Tensor | None = None,
+    kept: int = KEPT_ROWS,
 ) -> None:
     """Score every request that has a row longer than `topk` into the compact layout (topk 0: every request).
 
@@ -58,7 +60,8 @@ def score_compact(
     contiguous. index_table: int32 [requests, width], any row stride. logits: BF16, `tops` uint16 or int16 of an eighth
     its elements. starts: int32 [requests + 1], filled with the tiles before each request. flags: the int32 flag word,
     bits as in `schedule`. blocks: the device's SMs (any number gives the same bits). chained: launch as a programmatic
-    dependent of the kernel before. words: none; see `score_words_host`.
+    dependent of the kernel before. words: none; see `score_words_host`. kept: tile rows whose results L2 is asked to
+    keep until they are read (the results do not depend on it).
     """
     del words
     _require_layout(config, "compact")
@@ -76,7 +79,7 @@ def score_compact(
         starts.data_ptr(),
         flags.data_ptr(),
         *strides,
-        0,
+        kept,
         *sizes,
         topk,
         min(capacity, 2**30 - 1),

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import keys, numerics, ptx
-from keysieve.kernels.sm90_score_config import FEW_ROWS
+from keysieve.kernels.sm90_score_config import KEPT_ROWS
 
 KEY_LANES = (4, 8, 16)
 """Lane distances between the keys of a group of 8."""
@@ -34,11 +34,21 @@ def logit_word(low: Float32, high: Float32) -> Uint32:
     return word ^ ((nan >> Uint32(15)) * Uint32(0x803F))
 
 
-def store_policy(tiles: Int32, next_n: int) -> Int64:
-    """L2's policy for the results of a step of `tiles` tiles: many leave first, as keys do, because lines written back
-    one by one between the reads cost three times their bytes; few stay for the kernel that reads them."""
-    many = tiles > Int32(FEW_ROWS // next_n)
-    return select(many, ptx.l2_policy("evict_first"), ptx.l2_policy("evict_normal"))
+def store_policy(tiles: Int32, config: Any, pitch: Int64) -> Int64:
+    """L2's policy for the results of a step of `tiles` tiles: they are asked to stay, as many of them as the set-aside
+    for such lines holds, so that the keys do not push them out before they are read and overwritten: a line that is
+    written back between the reads costs several times its bytes.
+
+    pitch: of pitched logits; of compact ones, which have none, the tile rows that may stay. Of a step that has more, a
+    share of the lines may, always the same ones; of more than four times as many, none.
+    """
+    rows = tiles * Int32(config.next_n)
+    kept = Int32(pitch) if config.layout == "compact" else Int32(KEPT_ROWS)
+    policy = ptx.l2_policy("evict_first")
+    for quarters in (1, 2, 3, 4):
+        fits = rows * Int32(quarters) <= kept * Int32(4)
+        policy = select(fits, ptx.l2_policy("evict_last", quarters / 4), policy)
+    return policy
 
 
 class Places:

@@ -10,7 +10,7 @@ import torch
 from harness import cases
 
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
-from keysieve.kernels.sm90_score_config import FEW_ROWS
+from keysieve.kernels.sm90_score_config import KEPT_ROWS
 from keysieve.spec import TILE
 
 SHAPES = [
@@ -90,12 +90,15 @@ def test_row_alone_and_in_any_company(device: torch.device, case: tuple[int, int
         same_rows([together[t]], sc.rows_of(alone, sc.run(alone)), f"row {t} alone")
 
 
-@cases((32, 8), (32, 1))
-def test_results_that_leave_the_cache_first(device: torch.device, case: tuple[int, int]) -> None:
-    """A step of so many rows that its results leave L2 first, and one of few, have the same bits."""
+@cases((32, 8, 1), (32, 8, 5), (32, 1, 1), (32, 1, 2))
+def test_more_results_than_the_cache_keeps(device: torch.device, case: tuple[int, int, int]) -> None:
+    """A step of so many rows that L2 is asked to keep a share of its results, or none, and one of few: the same bits.
+
+    case: heads, next_n, and how many times the rows are that L2 may keep.
+    """
     requests = 8 if case[1] == 8 else 60
-    longest = TILE * (FEW_ROWS // (requests * case[1]) + 2)
-    p = sc.problem(device, sc.config_of(*case), [longest - t % 5 for t in range(requests * case[1])], seed=9)
+    longest = TILE * (case[2] * KEPT_ROWS // (requests * case[1]) + 2)
+    p = sc.problem(device, sc.config_of(*case[:2]), [longest - t % 5 for t in range(requests * case[1])], seed=9)
     result = sc.run(p)
     sc.assert_frame(p, result)
     rows = sc.rows_of(p, result)
