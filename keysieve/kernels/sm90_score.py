@@ -131,7 +131,8 @@ class ScoreKernel(Frame):
         page_stride: bytes between pages. table_stride: entries between table rows. pitch: elements between rows of
         pitched logits, or the tile rows of compact ones that L2 is asked to keep. pages: of the pool. limit: longest
         usable length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact
-        buffer holds for every row of a request. blocks: of the grid, were there one a multiprocessor. tops: for pitched logits, which have none, the sharding word in their place.
+        buffer holds for every row of a request. blocks: of the grid, were there one a multiprocessor. tops: for
+        pitched logits, which have none, the sharding word in their place.
         """
         config = self.config
         stride = cute.assume(page_stride, divby=16)
