@@ -166,9 +166,10 @@ def load_v2(addr: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Any, ...]:
 
 
 @dsl_user_op
-def store_v2(addr: Int64, a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> None:
-    """Two 32-bit words (8-byte aligned) to global memory."""
-    asm("st.global.v2.b32 [$0], {$1, $2};", "l,r,r", (), (addr, a, b), loc=loc, ip=ip)
+def store_v2(addr: Int64, a: Uint32, b: Uint32, policy: Any = None, *, loc: Any = None, ip: Any = None) -> None:
+    """Two 32-bit words (8-byte aligned) to global memory. policy: Int64 of `l2_policy`, or None."""
+    hint, last, more, operands = ("", "", "", ()) if policy is None else (".L2::cache_hint", ", $3", ",l", (policy,))
+    asm(f"st.global{hint}.v2.b32 [$0], {{$1, $2}}{last};", "l,r,r" + more, (), (addr, a, b, *operands), loc=loc, ip=ip)
 
 
 @dsl_user_op

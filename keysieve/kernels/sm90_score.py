@@ -41,6 +41,7 @@ from keysieve.kernels.sm90_score_config import (
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
+from keysieve.kernels.sm90_score_rows import RowProducts, copy_sets, set_copy, set_views
 from keysieve.kernels.sm90_score_store import store_policy
 from keysieve.kernels.sm90_score_weights import halve_weights
 from keysieve.spec import HEAD_DIM
@@ -150,6 +151,8 @@ class ScoreKernel(Frame):
         load = cpasync.CopyBulkTensorTileG2SOp()
         key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, page_box, (PAGE_ROWS, HEAD_DIM))
         row_copy, query_rows = cpasync.make_tiled_tma_atom(load, rows, row_box, (config.heads, HEAD_DIM))
+        if cutlass.const_expr(self.shape.by_rows):
+            row_copy, query_rows = set_copy(load, rows.iterator, requests * config.next_n, config.heads)
         self.kernel.set_name_prefix(f"sm90_score_h{config.heads}_n{config.next_n}_{config.layout}")
         self.kernel(
             key_copy,
@@ -296,7 +299,15 @@ class ScoreKernel(Frame):
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """The matrix products of a consumer thread."""
-        return Products(self, shared, thread)
+        return RowProducts(self, shared, thread) if self.shape.by_rows else Products(self, shared, thread)
+
+    def set_views(self, shared: Any, row_copy: Any, query_rows: Any) -> Any:
+        """Queries as their copy takes them where a cut is `by_rows`."""
+        return set_views(self, shared, row_copy, query_rows)
+
+    def copy_sets(self, row_copy: Any, source: Any, target: Any, request: Int32, stage: Int32, barrier: Any) -> None:
+        """Start the copies of a request's queries where a cut is `by_rows`."""
+        copy_sets(self, row_copy, source, target, request, stage, barrier)
 
     def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
         """The work of a consumer thread."""
@@ -328,7 +339,7 @@ class ScoreKernel(Frame):
     def put_weights(self, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
         """Head weights of the request whose first row is `row`, into a query stage."""
         place = shared.weights + Uint32(stage) * Uint32(self.places.weight_bytes)
-        halve_weights(self.config, place, weights, row, lane)
+        halve_weights(self.config, place, weights, row, lane, by_rows=self.shape.by_rows)
 
 
 def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

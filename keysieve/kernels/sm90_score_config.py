@@ -30,6 +30,12 @@ the 11.25 MiB that an H200's driver sets aside for what is asked to stay."""
 RESERVED_SHARED = 1024
 """Shared bytes that the system takes beside each block's own."""
 
+SET = 4
+"""Rows that lie side by side in a quad of lanes where a cut is `by_rows`."""
+
+PART = 32
+"""Heads of them in one chunk of columns."""
+
 REGISTER_FILE = 65536
 WARPGROUP = 128
 
@@ -65,7 +71,8 @@ class ScoreShape:
     warpgroup has in flight, 1 or 2, each with accumulators of its own.
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
     warpgroup must take part). trace: write times instead of `starts` (see `score_trace`). per_sm: blocks that share a
-    multiprocessor; its shared memory and registers must hold them all.
+    multiprocessor; its shared memory and registers must hold them all. by_rows: the columns of a product are ordered so
+    that a lane has all heads of a row (see `sm90_score_rows`; next_n 4 or 8, 32 or 64 heads).
     """
 
     groups: int = 3
@@ -79,6 +86,7 @@ class ScoreShape:
     producer_warps: int = 4
     trace: bool = False
     per_sm: int = 1
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.stages % self.groups:
@@ -150,7 +158,7 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> SmemMap:
     )
 
 
-CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7), (64, 8)})
+CRAMPED = frozenset({(32, 5), (32, 7), (64, 3), (64, 5), (64, 6), (64, 7)})
 """(heads, next_n) whose consumers would spill within the registers that three warpgroups leave them."""
 
 
@@ -160,7 +168,9 @@ CROWDED = frozenset({(8, 8), (16, 4)})
 
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`."""
-    if (config.heads, config.next_n) in CROWDED:
+    if config.heads >= PART and config.next_n % SET == 0:
+        shape = by_rows(config)
+    elif (config.heads, config.next_n) in CROWDED:
         shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
     elif config.columns <= 32:  # two blocks start and refill faster than one of as many stages
         shape = ScoreShape(groups=2, stages=4, query_stages=2, resident=True, producer_warps=2, per_sm=2)
@@ -168,8 +178,6 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
         shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
     elif config.columns <= 128:
         shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), resident=True, ahead=1)
-    elif (config.heads, config.next_n) in ((32, 8), (64, 4)):
-        shape = ScoreShape(groups=2, stages=10, query_stages=2, registers=(40, 232), resident=True)
     elif (config.heads, config.next_n) in CRAMPED:
         most = (
             96 if config.heads == 32 and config.next_n == 7 else 128
@@ -178,6 +186,13 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     else:
         shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160))
     return fitted(config, shape)
+
+
+def by_rows(config: ScoreConfig) -> ScoreShape:
+    """The cut of 4 or 8 rows of 32 or 64 heads."""
+    if config.columns <= 256:
+        return ScoreShape(groups=3, stages=9, registers=(32, 160), resident=True, ahead=1, by_rows=True)
+    return ScoreShape(groups=2, stages=10, registers=(40, 232), chunk_columns=256, ahead=1, by_rows=True)
 
 
 def fitted(config: ScoreConfig, shape: ScoreShape) -> ScoreShape:

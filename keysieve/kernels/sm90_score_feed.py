@@ -26,6 +26,7 @@ from keysieve.kernels.sm90_score_load import (
     NO_PAGE,
     PAGES_PER_TILE,
     copy_page,
+    copy_queries,
     page_views,
     put_weights,
     row_views,
@@ -369,13 +370,7 @@ def stream_queries(
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     shared.query_full + stage, config.columns * kernel.boxes.row_bytes
                 )
-            for part in cutlass.range_constexpr(config.next_n):
-                cute.copy(
-                    row_copy,
-                    source[(None, row + Int32(part))],
-                    target[(None, part, stage)],
-                    tma_bar_ptr=shared.query_full + stage,
-                )
+            copy_queries(kernel, row_copy, source, target, request, stage, shared.query_full + stage)
         length = Int32(0)
         if lane < Int32(config.next_n):
             length = read_length(lens, Int64(row + lane) * Int64(4))

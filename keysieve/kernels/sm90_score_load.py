@@ -116,6 +116,18 @@ def widen_rows(kernel: Any, shared: Any, words: Any, query: Any, row: Int32, sta
     kernel.widen_rows(shared, words, query, row, stage, lane)
 
 
+def copy_queries(
+    kernel: Any, row_copy: Any, source: Any, target: Any, request: Int32, stage: Int32, barrier: Any
+) -> None:
+    """Start the copies of a request's queries into query stage `stage`; they complete on `barrier`."""
+    if getattr(kernel.shape, "by_rows", False):
+        kernel.copy_sets(row_copy, source, target, request, stage, barrier)
+        return
+    for part in range(kernel.config.next_n):
+        row = request * Int32(kernel.config.next_n) + Int32(part)
+        cute.copy(row_copy, source[(None, row)], target[(None, part, stage)], tma_bar_ptr=barrier)
+
+
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:
     """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them.
 
@@ -123,6 +135,9 @@ def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple
     """
     if hasattr(kernel, "widen_rows"):
         return row_copy, query_rows
+    if getattr(kernel.shape, "by_rows", False):
+        sets: tuple[Any, Any] = kernel.set_views(shared, row_copy, query_rows)
+        return sets
     heads, boxes = kernel.config.heads, kernel.boxes
     layout = cute.make_layout(
         (heads, boxes.row_bytes, kernel.config.next_n, kernel.shape.query_stages),

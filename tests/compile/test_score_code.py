@@ -10,7 +10,9 @@ from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED
 from keysieve.kernels.sm90_score_config import (
     KERNEL,
+    PART,
     REGISTER_FILE,
+    SET,
     WARPGROUP,
     ScoreConfig,
     ScoreShape,
@@ -19,6 +21,7 @@ from keysieve.kernels.sm90_score_config import (
     smem_map,
 )
 
+CHUNK = SET * PART
 ALL = list(KERNEL.admitted("sm_90a"))
 SOME = [
     ScoreConfig("fp8_fp32", 32, 1, "compact", "float32"),
@@ -62,7 +65,12 @@ def test_every_shape_fits_the_chip() -> None:
         chunks = chunks_of(config, shape)
         assert [start for start, _ in chunks] == [sum(rows for _, rows in chunks[:i]) for i in range(len(chunks))]
         assert sum(rows for _, rows in chunks) == config.next_n
-        assert all(config.heads * rows <= 128 for _, rows in chunks)
+        if shape.by_rows:
+            assert config.columns % shape.chunk_columns == 0
+            assert shape.chunk_columns in (CHUNK, 2 * CHUNK)
+            assert config.next_n % SET == config.heads % PART == 0
+        else:
+            assert all(config.heads * rows <= 128 for _, rows in chunks)
         # keys in flight per SM: two thirds of the 100 KB that cover the latency, even beside the widest queries
         assert shape.per_sm * shape.stages * 2 * 8448 >= 64 * 1024
         producer, consumer = shape.registers
@@ -85,9 +93,14 @@ def test_instructions(config: ScoreConfig) -> None:
     assert facts.count(r"griddepcontrol\.wait$") == 1
     assert facts.count(r"griddepcontrol\.launch_dependents$") == 1
     products = [int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k32\.f32\.e4m3\.e4m3", built.ptx)]
-    wanted = [config.heads * rows for _, rows in chunks_of(config, shape) for _ in range(2 * 4)]
+    if shape.by_rows:
+        wanted = [shape.chunk_columns] * (2 * 4 * (config.columns // shape.chunk_columns))
+        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2
+        assert facts.count(r"cp\.async\.bulk\.tensor\.4d") == config.columns // CHUNK
+    else:
+        wanted = [config.heads * rows for _, rows in chunks_of(config, shape) for _ in range(2 * 4)]
+        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2 + config.next_n
     assert sorted(products) == sorted(wanted), "two pages of every chunk, four instructions each"
-    assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2 + config.next_n
     assert code.frame_bytes == 0
     assert -(-code.registers // 8) * 8 * shape.threads * shape.per_sm <= REGISTER_FILE, "blocks that shall share a chip"
     assert "C7512" not in built.notes, "products serialised for want of registers"
