@@ -130,6 +130,7 @@ class Sm90DcpRunner(StreamWorkspace):
             "flags": self._flags.word,
             "site": numbered,
             "chained": self._shard is None,
+            "settled": self._shard is None,  # the scorer triggers behind its own wait for whoever wrote the lengths
         }
         if memory is not None:
             place_of: dict[str, Any] = {

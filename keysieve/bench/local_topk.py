@@ -187,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shape", default="", metavar="THREADSxHELDxCLUSTER", help="another configuration, for comparison"
     )
+    parser.add_argument("--longer", action="store_true", help="with --shape: rows may exceed the registers")
     parser.add_argument("--trace", action="store_true", help="with --shape: print clocks at the kernel's steps")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
@@ -201,8 +202,9 @@ def main(argv: list[str] | None = None) -> int:
             config = None
             if args.shape:
                 threads, held, cluster = map(int, args.shape.split("x"))
+                longer = args.longer
                 room = room_for(index_planes(keys))
-                config = LocalTopkConfig(True, n_class_of(n), threads, held, room, cluster, args.trace)
+                config = LocalTopkConfig(True, n_class_of(n), threads, held, room, cluster, longer, args.trace)
             if args.trace:
                 trace(shape, pool, config)
                 continue

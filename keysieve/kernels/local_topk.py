@@ -1,12 +1,12 @@
 """A rank's N best keys of every row, as candidate rows: words for the exchange, pushed as tagged pairs or written.
 
-One block a row. The passes are those of `keysieve/models/local_topk.py`:
+One block a row, or a cluster of them. The passes are those of `keysieve/models/local_topk.py`:
 
 * a row of at most N keys offers all of them;
-* a row that the block's registers hold (32,768 keys) is selected from directly: histogram of the upper 11 bits, of the
-  lower 5 in the threshold's bin, masks, block scan;
-* of a longer row the vectors of 8 keys whose maxima reach that of the N-th best one, or exactly the N best, go the same
-  way: they hold the N best keys, whatever the values are, and fit the registers;
+* a row that the registers hold is selected from directly: one histogram of the values below the best key, masks, block
+  scan; where a thread holds many vectors of 8 keys, those that cannot matter are dropped first;
+* of a longer row the vectors whose maxima reach that of the N-th best one, or exactly the N best, go the same way: they
+  hold the N best keys, whatever the values are, and fit the registers;
 * where the maxima do not fit shared memory (more than 524,288 keys) a bound from maxima, a list of the keys that reach
   it, and an exact pass over all keys where the list has no room.
 
@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import keys, packed, ptx
 from keysieve.kernels import local_topk_listed as listed
 from keysieve.kernels import local_topk_long as long
+from keysieve.kernels import local_topk_sift as sift
 from keysieve.kernels import local_topk_split as split
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
@@ -71,6 +72,7 @@ class LocalTopk:
         settled: Int32,
         release: Int32,
         overlap: Int32,
+        shared: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Addresses are byte addresses (0: absent), strides and pitch are in elements.
@@ -79,7 +81,8 @@ class LocalTopk:
         lens: int32 per row, global lengths (push) or local ones. limit: a longer row, local_limit: one with more local
         keys is empty and raises a flag. words: int32 `[rows, n + planes * ceil(n / 32)]`; counts: int32 `[rows]`.
         peers: int64 per rank, the blocks' addresses; slots: offset of the slots in a block, of `max_rows` rows; epoch:
-        u32 per row. settled: 1 reads lengths before the grid dependency. release, overlap: as for `select`.
+        u32 per row. settled: 1 reads lengths before the grid dependency. release, overlap, shared: as for
+        `select`.
         """
         kind = "local_push" if self.config.push else "local_topk"
         blocks = f"_c{self.config.cluster}" if self.config.cluster > 1 else ""
@@ -91,7 +94,7 @@ class LocalTopk:
             grid=(rows * Int32(self.config.cluster), 1, 1),
             block=(self.config.threads, 1, 1),
             cluster=None if self.config.cluster == 1 else (self.config.cluster, 1, 1),
-            smem=self.config.shared_bytes,
+            smem=shared,
             stream=stream,
             use_pdl=overlap,
         )  # fmt: skip
@@ -131,25 +134,15 @@ class LocalTopk:
             rank_here = row & Int32(config.cluster - 1)
             row = row // Int32(config.cluster)
         base = ptx.smem_addr(SmemAllocator().allocate_array(Uint32, config.shared_bytes // 4, byte_alignment=128))
-        for place in cutlass.range(thread, self.map.cleared // 16, config.threads, unroll=1):
-            ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
-        count = n + planes * ((n + Int32(31)) >> Int32(5))
-        for place in cutlass.range(n + thread, count + Int32(1), config.threads, unroll=1):  # planes and padding
-            ptx.store_shared(base + Uint32(self.map.words) + Uint32(place) * Uint32(4), Uint32(0))
-        if cutlass.const_expr(config.push):
-            self.fetch_peers(base, thread, peers, world)
+        steps.mark_at(config, base, thread, 11)
         if cutlass.const_expr(config.cluster > 1):
             split.open_cluster(base, thread, config)
         if settled == Int32(0):
             ptx.grid_wait()
-        length = ptx.load(lens + Int64(row) * lens_stride * Int64(4), Int32, "relaxed")
-        if settled != Int32(0):
-            ptx.grid_wait()
-        if release != Int32(0):
-            ptx.grid_launch_dependents()
-        tag = Uint32(0)
-        if cutlass.const_expr(config.push):
-            tag = self.tag_of(peers, epoch, row)
+        elif thread == Int32(64):
+            ptx.prefetch_line(logits + Int64(row) * pitch * Int64(2))
+        length = self.enter(base, thread, lens + Int64(row) * lens_stride * Int64(4), n, planes, peers, world)
+        steps.mark_at(config, base, thread, 12)
         length = length * Int32(length > Int32(0))
         fault = length > limit
         usable = length * Int32(length <= limit)
@@ -158,6 +151,18 @@ class LocalTopk:
         fault = fault or usable > local_limit
         usable = usable * Int32(usable <= local_limit)
         handle = Row(config, base, thread, logits + Int64(row) * pitch * Int64(2), usable)
+        part = handle
+        if cutlass.const_expr(config.cluster > 1):
+            part = split.part_of(handle, base, rank_here)
+        if settled != Int32(0):
+            self.prefetch(base, thread, part, peers, slots + Int64(rank * max_rows + row) * Int64(16), world)
+            ptx.grid_wait()
+        if release != Int32(0):
+            ptx.grid_launch_dependents()
+        count = n + planes * ((n + Int32(31)) >> Int32(5))
+        tag = Uint32(0)
+        if cutlass.const_expr(config.push):
+            tag = self.tag_of(peers, epoch, row)
         steps.mark(handle, 0)
         signature = (Uint32(rows) << Uint32(16)) | Uint32(site)
         call = (signature, Uint32(length), tag, peers, slots, max_rows, world, rank, row)
@@ -165,13 +170,11 @@ class LocalTopk:
         alone = rank_here == Int32(0)
         if cutlass.const_expr(config.cluster > 1):  # noqa: SIM102  # a trace-time test, then a run-time one
             if split.is_shared(handle, n):
-                part = split.part_of(handle, base, rank_here)
                 begin, found = split.share_row(part, n, planes, rank_here)
-                if found >= Int32(0):
-                    alone = Boolean(False)
-                    if rank_here == Int32(config.cluster - 1):
-                        found = count - begin
-                    self.finish(handle, count, begin, begin + found, call, target)
+                alone = Boolean(False)
+                if rank_here == Int32(config.cluster - 1):
+                    found = count - begin
+                self.finish(handle, count, begin, begin + found, call, target)
         if alone:
             if usable > n:
                 self.find(handle, n)
@@ -208,11 +211,48 @@ class LocalTopk:
                 ptx.store(line + Int64(word) * Int64(4), value)
 
     @cute.jit
-    def fetch_peers(self, base: Uint32, thread: Int32, peers: Int64, world: Int32) -> None:
-        """The blocks' addresses, which never change, to shared memory."""
-        if thread < world and peers != Int64(0):
-            low, high = ptx.load_v2(peers + Int64(thread) * Int64(8))
-            packed.store_shared_v2(base + Uint32(self.map.peers) + Uint32(thread) * Uint32(8), low, high)
+    def enter(
+        self, base: Uint32, thread: Int32, where: Int64, n: Int32, planes: Int32, peers: Int64, world: Int32
+    ) -> Int32:
+        """The row's length, read by one warp for all. Meanwhile the histograms are cleared, as are the words of planes
+        and padding, and the blocks' addresses, which never change, are brought to shared memory by another warp. One
+        block barrier; in a cluster, all of its blocks run then."""
+        config, places = self.config, self.map
+        length = Int32(0)
+        low = Uint32(0)
+        high = Uint32(0)
+        fetches = thread >= Int32(32) and thread < Int32(32) + world and peers != Int64(0)
+        if thread < Int32(32):
+            length = ptx.load(where, Int32, "relaxed")
+        if cutlass.const_expr(config.push):  # noqa: SIM102  # a trace-time test, then a run-time one
+            if fetches:
+                low, high = ptx.load_v2(peers + Int64(thread - Int32(32)) * Int64(8))
+        for index in cutlass.range_constexpr(-(-places.cleared // 16 // config.threads)):
+            place = thread + Int32(index * config.threads)
+            if place < Int32(places.cleared // 16):
+                ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+        count = n + planes * ((n + Int32(31)) >> Int32(5))
+        for place in cutlass.range(n + thread, count + Int32(1), config.threads, unroll=1):  # planes and padding
+            ptx.store_shared(base + Uint32(places.words) + Uint32(place) * Uint32(4), Uint32(0))
+        if cutlass.const_expr(config.push):  # noqa: SIM102
+            if fetches:
+                packed.store_shared_v2(base + Uint32(places.peers) + Uint32(thread - Int32(32)) * Uint32(8), low, high)
+        if thread == Int32(0):
+            ptx.store_shared(base + Uint32(places.found), Uint32(length))
+        if cutlass.const_expr(config.cluster > 1):
+            cute.arch.cluster_wait()
+        cute.arch.sync_threads()
+        return Int32(ptx.load_shared(base + Uint32(places.found)))
+
+    @cute.jit
+    def prefetch(self, base: Uint32, thread: Int32, part: Any, peers: Int64, slot: Int64, world: Int32) -> None:
+        """Ask for a line of what will be read, and of what will be written: their pages' translations."""
+        if thread == Int32(96) and part.start < part.vectors:
+            ptx.prefetch_line(part.address + Int64(part.start) * Int64(16))
+        if cutlass.const_expr(self.config.push):  # noqa: SIM102  # a trace-time test, then a run-time one
+            if thread >= Int32(128) and thread < Int32(128) + world and peers != Int64(0):
+                place = base + Uint32(self.map.peers) + Uint32(thread - Int32(128)) * Uint32(8)
+                ptx.prefetch_line(ptx.load(place, Int64, space="shared::cta") + slot)
 
     @cute.jit
     def tag_of(self, peers: Int64, epoch: Int64, row: Int32) -> Uint32:
@@ -225,28 +265,35 @@ class LocalTopk:
     @cute.jit
     def find(self, handle: Any, n: Int32) -> None:
         """The words of a row of more than N keys."""
-        if handle.batches <= Int32(1):
-            words = steps.load_batch(handle, Int32(0))
-            vectors = [handle.start + Int32(32 * step) for step in range(self.config.held)]
-            steps.mark(handle, 4)
-            steps.place_held(handle, words, vectors, handle.rounds, n)
-        else:
-            cute.arch.sync_threads()
-            if cutlass.const_expr(self.config.room > 0):
-                self.find_long(handle, n)
+        if cutlass.const_expr(self.config.longer):
+            if handle.batches <= Int32(1):
+                self.find_held(handle, n)
             else:
-                self.find_listed(handle, n)
+                cute.arch.sync_threads()
+                if cutlass.const_expr(self.config.room > 0):
+                    self.find_long(handle, n)
+                else:
+                    self.find_listed(handle, n)
+        else:
+            self.find_held(handle, n)
+
+    @cute.jit
+    def find_held(self, handle: Any, n: Int32) -> None:
+        """The words of a row that the registers hold."""
+        words, vectors, rounds, count, top, bound, bounded = sift.gather(handle, n, Int32(0), False)
+        steps.mark(handle, 4)
+        steps.place_held(handle, words, vectors, rounds, count, n, top, bound, bounded)
 
     @cute.jit
     def find_long(self, handle: Any, n: Int32) -> None:
         """The words of a row of more keys than the registers hold, from vectors that hold all of its N best."""
         long.fill_maxima(handle)
         steps.mark(handle, 2)
-        count = long.list_vectors(handle, n)
+        count, bound = long.list_vectors(handle, n)
         steps.mark(handle, 3)
         words, vectors, rounds = long.load_listed(handle, count)
         steps.mark(handle, 4)
-        steps.place_held(handle, words, vectors, rounds, n)
+        steps.place_held(handle, words, vectors, rounds, count, n, Uint32(0), bound, Boolean(False))
 
     @cute.jit
     def find_listed(self, handle: Any, n: Int32) -> None:
@@ -351,6 +398,6 @@ def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
     i64, i32 = Int64(0), Int32(1)
     args = (
         i64, i64, i64, i64, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i32, i64, i32,
-        i32, i32, make_fake_stream(),
+        i32, i32, i32, make_fake_stream(),
     )  # fmt: skip
     return LocalTopk(config).__call__, args

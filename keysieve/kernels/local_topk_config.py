@@ -18,14 +18,26 @@ MAX_PLANES = 10
 N_CLASSES: tuple[int, ...] = (2048, 4096)
 """Largest N that a compiled kernel serves: sizes its lists."""
 
-CLUSTERS: tuple[int, ...] = (4, 8)
-"""Blocks that may share a row. (Two do not pay: one block that looks at maxima first is faster.)"""
-
-SHARED_KEYS = 16384
-"""Where a rank's rows may have more keys than this, they are shared by blocks if there are SMs enough."""
+SHAPES: tuple[tuple[int, int, int], ...] = (
+    *((1, 512, 2), (1, 512, 4)),
+    *((2, 512, 2), (2, 512, 4), (2, 512, 8)),
+    *((4, 256, 2), (4, 256, 4), (4, 256, 8)),
+    *((8, 256, 4), (8, 512, 4), (8, 1024, 4)),
+)
+"""(blocks of a row, threads of a block, vectors that a thread holds): kernels for rows that the registers hold, the
+smaller ones first. Few threads that hold several vectors are faster than many: every thread has its share of the
+searches and sums. The measurements are in docs/measurements/local_topk.md."""
 
 BINS = 2048
 """Bins of a histogram: 11 bits of key16, or the 2,048 values from a bound on."""
+
+WINDOW = 1024
+"""Values below the best key that a row in registers is first looked at in: eight octaves. Blocks that share a row send
+each other the counts of so many bins."""
+
+
+SIFTED = 2048
+"""Vectors that shared memory has room for where a block drops most of those that its registers hold."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,12 @@ class LocalTopkConfig:
         push: whether words are pushed to peers, from canonical logits whose global lengths are given; else the logits
             are anyone's, with local lengths.
         n_class: largest N, one of `N_CLASSES`.
-        threads: threads of a block, which works on one row.
+        threads: threads of a block.
         held: vectors of 8 keys that a thread keeps in registers.
         room: vectors whose maxima shared memory has room for; a row has no more. 0: rows of any length, slower.
-        cluster: blocks of a row, which share it if their registers hold it, and if it is long enough for that.
+        cluster: blocks of a row, which share it if it is long enough for that.
+        longer: whether rows may be longer than the registers of all blocks hold: the first block takes them alone, and
+            its registers hold at least `n_class` vectors.
     """
 
     push: bool
@@ -48,6 +62,7 @@ class LocalTopkConfig:
     held: int = 4
     room: int = 16384
     cluster: int = 1
+    longer: bool = True
     trace: bool = False
 
     @property
@@ -55,9 +70,30 @@ class LocalTopkConfig:
         return self.threads // 32
 
     @property
+    def keys(self) -> int:
+        """Keys of the longest row that all blocks' registers hold."""
+        return self.cluster * self.block_keys
+
+    @property
+    def block_keys(self) -> int:
+        """Keys that a block's registers hold."""
+        return 8 * self.threads * self.held
+
+    @property
+    def solo_keys(self) -> int:
+        """Keys of a row up to which the first block works on it alone: the trips between blocks would cost more than
+        they spare."""
+        return min(8192, self.block_keys)
+
+    @property
+    def sifts(self) -> bool:
+        """Does a block that holds more than two vectors a thread drop those that cannot matter?"""
+        return self.held > 2 and (self.room > 0 or not self.longer)
+
+    @property
     def listed(self) -> int:
         """Candidates that the shared list has room for."""
-        return 2 * self.n_class
+        return 2 * self.n_class if self.longer else SIFTED
 
     @property
     def share(self) -> int:
@@ -80,15 +116,16 @@ class LocalMap:
     found: int  # u32 [16]: what one warp tells the others; behind it 16 more for `trace`
     peers: int  # u64 [16]: the blocks' addresses
     sums: int  # u32 [2][32]: counts of every warp, of two scans
+    pair_sums: int  # u32 [32][2]: the same of a scan of two counts
     words: int  # u32: the row's words and a word of padding
     tops: int  # u16 [n_class]: index >> 16 of every entry
-    list: int  # u32 [listed]: words of candidates, in index order
+    list: int  # u32 [listed]: words of candidates, or numbers of vectors, in index order
     list_tops: int  # u16 [listed]: their index >> 16
-    maxima: int  # u16 [room]: the largest key of every vector; in a shared row u16 [cluster][BINS]: all blocks' counts
-    sent: (
-        int  # u32 [2][16]: of every block of the cluster, the largest key, and how many are above and at the threshold
-    )
-    arrivals: int  # u64 [4]: mbarriers of what the cluster's blocks send
+    maxima: int  # u16 [room]: the largest key of every vector; or u32 [SIFTED][4]: vectors that may matter
+    received: int  # u16 [2][cluster][WINDOW]: in a shared row, all blocks' counts of a histogram, of two in turn
+    floors: int  # u32 [3][cluster]: what they counted from
+    bins: int  # u32 [cluster][36]: all blocks' counts of the best maxima, from their best one's bin down; that
+    arrivals: int  # u64 [4]: mbarriers of the three histograms that the cluster's blocks may send, and of `bins`
     total: int
 
     @staticmethod
@@ -97,10 +134,17 @@ class LocalMap:
         found = cleared
         peers = found + 128
         sums = peers + 128
-        words = sums + 256
+        pair_sums = sums + 256
+        words = pair_sums + 256
         tops = words + -(-4 * (candidate_words(config.n_class, MAX_PLANES) + 2) // 16) * 16
         listed = tops + 2 * config.n_class
-        list_tops = listed + 4 * config.listed
+        list_tops = listed + (4 * config.listed if config.longer or config.sifts else 0)
+        maxima = list_tops + (2 * config.listed if config.longer else 0)
+        received = maxima + (16 * SIFTED if config.sifts else 0)
+        shared = 2 * 2 * WINDOW * config.cluster if config.cluster > 1 else 0
+        floors = max(maxima + (2 * config.room if config.longer else 0), received + shared)
+        bins = floors + 128
+        arrivals = bins + 144 * config.cluster
         return LocalMap(
             first=0,
             second=4 * BINS,
@@ -109,14 +153,17 @@ class LocalMap:
             found=found,
             peers=peers,
             sums=sums,
+            pair_sums=pair_sums,
             words=words,
             tops=tops,
             list=listed,
             list_tops=list_tops,
-            maxima=list_tops + 2 * config.listed,
-            sent=list_tops + 2 * config.listed + 2 * config.room,
-            arrivals=list_tops + 2 * config.listed + 2 * config.room + 128,
-            total=list_tops + 2 * config.listed + 2 * config.room + (160 if config.cluster > 1 else 0),
+            maxima=maxima,
+            received=received,
+            floors=floors,
+            bins=bins,
+            arrivals=arrivals,
+            total=arrivals + 32 if config.cluster > 1 else floors,
         )
 
 
@@ -127,20 +174,29 @@ def room_for(planes: int) -> int:
     return 1 << 14 if planes == 1 else 1 << 16
 
 
-def config_for(n: int, planes: int, push: bool, cluster: int = 1) -> LocalTopkConfig:
-    """The configuration that serves `n` entries with that many index planes."""
+def config_for(n: int, planes: int, push: bool, shape: tuple[int, int, int] | None = None) -> LocalTopkConfig:
+    """The configuration that serves `n` entries with that many index planes; with one of `SHAPES`, which are for
+    `push`, only rows of at most its `keys`."""
     room = room_for(planes)
+    if shape is not None:
+        cluster, threads, held = shape
+        return LocalTopkConfig(True, n_class_of(n), threads, held, room, cluster, longer=False)
     if push:
-        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room, cluster)
+        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room)
     return LocalTopkConfig(False, n_class_of(n), 512, 8 if room else 4, room)
 
 
-def cluster_for(rows: int, keys: int, sms: int) -> int:
-    """Blocks that share a row, where `rows` rows of up to `keys` keys are worked on by `sms` multiprocessors: as many
-    as leave a quarter of them free, since clusters do not pack a chip."""
-    if keys <= SHARED_KEYS:
-        return 1
-    return next((c for c in sorted(CLUSTERS, reverse=True) if 4 * rows * c <= 3 * sms), 1)
+def shape_for(rows: int, keys: int, sms: int) -> tuple[int, int, int] | None:
+    """The one of `SHAPES` for `rows` rows of up to `keys` keys on `sms` multiprocessors: as many blocks a row as leave
+    a quarter of the chip free, since clusters do not pack it; or two, if each has a multiprocessor. None: rows are
+    worked on by a block each, and may be longer than its registers hold."""
+    for cluster in (8, 4, 2, 1):
+        fits = rows * cluster <= sms if cluster <= 2 else 4 * rows * cluster <= 3 * sms
+        held = [shape for shape in SHAPES if shape[0] == cluster and 8 * cluster * shape[1] * shape[2] >= keys]
+        worth = keys > (16384 if cluster == 8 else 8192)
+        if held and (cluster == 1 or (fits and worth)):
+            return held[0]
+    return None
 
 
 def n_class_of(n: int) -> int:
@@ -153,9 +209,8 @@ def n_class_of(n: int) -> int:
 def _push(arch: str) -> Iterable[LocalTopkConfig]:
     del arch  # the same for all of them
     alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
-    return alone + [
-        config_for(n, planes, True, cluster) for n in N_CLASSES for planes in (1, 2) for cluster in CLUSTERS
-    ]
+    held = {config_for(n, planes, True, shape) for n in N_CLASSES for planes in (1, 2, 4) for shape in SHAPES}
+    return alone + sorted(held, key=str)
 
 
 def _plain(arch: str) -> Iterable[LocalTopkConfig]:

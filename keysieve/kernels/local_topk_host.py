@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from keysieve.kernels.local_topk_config import (
-    CLUSTERS,
     LOCAL_PUSH,
     LOCAL_TOPK,
     LocalTopkConfig,
-    cluster_for,
     config_for,
+    shape_for,
 )
 
 Make = Callable[[Any, Any], Callable[..., None]]
 
 NO_LIMIT = 2**31 - 1
+SPREAD_BYTES = 116 * 1024
+"""Shared memory of a block that shall have a multiprocessor of its own: more than half of one's."""
+
 VECTOR = 8
 """Keys of a 16-byte vector: rows begin at multiples of it, and their last vector is read whole."""
 
@@ -35,7 +37,7 @@ class LocalTopk:
         push: True for `push` (this rank's own canonical logits, global lengths), False for `topk` (anyone's rows, local
             lengths).
         keys: keys that a row may have, if they are known to be few; sms: streaming multiprocessors of the device: with
-            both, rows may be shared by blocks.
+            both, rows may be shared by blocks. A row of more keys is then a fault.
         config: for measurements; the one that serves `n` by default.
     """
 
@@ -53,11 +55,14 @@ class LocalTopk:
         self.n, self.planes, self._keys, self._sms = n, planes, keys, sms
         self.config = config_for(n, planes, push) if config is None else config
         kernel = LOCAL_PUSH if push else LOCAL_TOPK
-        self._launch = {1: make(kernel, self.config)}
-        if config is not None:
-            self._launch = {config.cluster: self._launch[1]}
-        elif push and self.config.room and cluster_for(1, keys, sms) > 1:
-            self._launch |= {c: make(kernel, config_for(n, planes, push, c)) for c in CLUSTERS}
+        self._launch: dict[tuple[int, int, int] | None, Callable[..., None]] = {}
+        shapes: set[tuple[int, int, int] | None] = {None}
+        if config is None and push and keys and sms:
+            shapes = {shape_for(rows, keys, sms) for rows in range(1, sms + 2)}
+        elif config is not None and not config.longer:
+            self._keys = config.keys
+        for shape in sorted(shapes, key=str):
+            self._launch[shape] = make(kernel, self.config if shape is None else config_for(n, planes, push, shape))
 
     def push(
         self,
@@ -149,10 +154,11 @@ class LocalTopk:
         if rows == 0:
             return
         words, counts = out
-        cluster = (
-            cluster_for(rows, min(self._keys, limits[1]), self._sms) if len(self._launch) > 1 else min(self._launch)
-        )
-        self._launch[cluster](
+        limit, local_limit = limits
+        if self._keys:
+            local_limit = min(local_limit, self._keys)
+        shape = shape_for(rows, self._keys, self._sms) if len(self._launch) > 1 else next(iter(self._launch))
+        self._launch[shape](
             logits.data_ptr(),
             _pitch(logits),
             lens.data_ptr(),
@@ -160,14 +166,23 @@ class LocalTopk:
             rows,
             self.n,
             self.planes,
-            *limits,
+            limit,
+            local_limit,
             _address(words),
             0 if words is None else _pitch(words),
             _address(counts),
             *exchange,
             _address(flags),
             *turn,
+            self._shared_bytes(rows, shape, bool(turn[2])),
         )
+
+    def _shared_bytes(self, rows: int, shape: tuple[int, int, int] | None, chained: bool) -> int:
+        """Shared memory that a block is given. As the scorer's blocks end, room comes up on some multiprocessors before
+        others: if two blocks of this kernel fitted, they would share one, and another would have none."""
+        config = self.config if shape is None else config_for(self.n, self.planes, True, shape)
+        spread = chained and rows * config.cluster <= self._sms
+        return max(config.shared_bytes, SPREAD_BYTES) if spread else config.shared_bytes
 
 
 def on_vectors(logits: torch.Tensor) -> bool:

@@ -44,10 +44,11 @@ def fill_maxima(row: Any) -> None:
 
 
 @cute.jit
-def list_vectors(row: Any, n: Int32) -> Int32:
+def list_vectors(row: Any, n: Int32) -> Any:
     """List vectors that hold the row's N best keys, in index order, no more than the registers hold: those whose
-    maxima reach the bin of the N-th largest, or exactly the N best by (maximum, lower index). Returns their number. The
-    row has at least N vectors. A lane looks at eight neighbouring maxima at a time. Ends with a block barrier."""
+    maxima reach the bin of the N-th largest, or exactly the N best by (maximum, lower index). Returns (their number, a
+    multiple of 8 that N keys reach). The row has at least N vectors. A lane looks at eight neighbouring maxima at a
+    time. Ends with a block barrier."""
     eights = (row.vectors + Int32(7)) >> Int32(3)
     rounds = (eights + Int32(row.config.threads - 1)) // Int32(row.config.threads)
     first = row.warp * rounds * Int32(32) + row.lane
@@ -88,7 +89,7 @@ def list_vectors(row: Any, n: Int32) -> Int32:
     count = all_of & Int32(0xFFFF)
     if need > Int32(0):
         count = n  # by what `need` is; there are as many equal ones
-    return count
+    return count, Uint32(digit) << Uint32(5)
 
 
 @cute.jit

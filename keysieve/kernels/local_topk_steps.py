@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
-from keysieve.kernels import local_topk_count as counting
+from keysieve.kernels import local_topk_window as window
 from keysieve.kernels.local_topk_config import LocalMap, LocalTopkConfig
 
 EQUAL_SHIFT = 16  # counts of two kinds in one word
@@ -26,6 +26,12 @@ def mark(row: Any, slot: int) -> None:
     """With `config.trace`: note the clock at a step, for one thread of the block (see `dump_marks`)."""
     if row.config.trace:
         _mark(row.found + Uint32(64 + 4 * slot), row.thread)
+
+
+def mark_at(config: LocalTopkConfig, base: Uint32, thread: Int32, slot: int) -> None:
+    """`mark` where there is no row yet."""
+    if config.trace:
+        _mark(base + Uint32(LocalMap.of(config).found + 64 + 4 * slot), thread)
 
 
 @cute.jit
@@ -69,22 +75,31 @@ class Row:
         self.lane = thread & Int32(31)
         self.warp = thread >> Int32(5)
         self.vectors = (length + Int32(7)) >> Int32(3)
+        self.whole = self.vectors  # of the row
+        self.share = self.vectors  # of the largest part
         self.rounds = ((self.vectors if count is None else count) + Int32(config.threads - 1)) // Int32(config.threads)
         self.batches = (self.rounds + Int32(config.held - 1)) // Int32(config.held)
         self.start = self.warp * self.rounds * Int32(32) + self.lane
         if first is not None:
             self.start = self.start + first
             self.vectors = first + count  # none beyond is looked at
+        self.count = self.vectors if count is None else count
+        self.end = self.vectors * Int32(8)  # of the keys looked at
+        self.end = self.end - (self.end - length) * Int32(self.end > length)
         self.wide = length > Int32(1 << 16)
         self.first = base + Uint32(places.first)
         self.second = base + Uint32(places.second)
         self.low = base + Uint32(places.low)
         self.fine = base + Uint32(places.low + 128)
         self.maxima = base + Uint32(places.maxima)
-        self.maxima_end = base + Uint32(places.sent)
+        self.received = base + Uint32(places.received)
+        self.floors = base + Uint32(places.floors)
+        self.bins = base + Uint32(places.bins)
+        self.arrivals = base + Uint32(places.arrivals)
         self.found = base + Uint32(places.found)
         self.peers = base + Uint32(places.peers)
         self.sums = base + Uint32(places.sums)
+        self.pair_sums = base + Uint32(places.pair_sums)
         self.words = base + Uint32(places.words)
         self.tops = base + Uint32(places.tops)
         self.list = base + Uint32(places.list)
@@ -110,15 +125,15 @@ def settle(row: Any, raw: Any, one: Int32) -> Any:
             words[word] = packed.key16x2_fast(words[word])
     else:
         words = list(packed.foreign_key16x8(words))
-    if one * Int32(8) + Int32(8) > row.length:
+    if one * Int32(8) + Int32(8) > row.end:
         for word in cutlass.range_constexpr(4):
-            words[word] = words[word] & packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.length)
+            words[word] = words[word] & packed.inside_mask(one * Int32(8) + Int32(2 * word), Int32(0), row.end)
     return words
 
 
 @cute.jit
-def load_batch(row: Any, batch: Int32) -> Any:
-    """key16 of this thread's vectors of a batch, 0 where no key is."""
+def load_raw(row: Any, batch: Int32) -> Any:
+    """The words of this thread's vectors of a batch, 0 where no vector is."""
     held = row.config.held
     words = [Uint32(0) for _ in range(4 * held)]
     for step in cutlass.range_constexpr(held):
@@ -127,12 +142,18 @@ def load_batch(row: Any, batch: Int32) -> Any:
             loaded = ptx.load_v4(row.address + Int64(one) * Int64(16))
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = loaded[word]
+    return words
+
+
+@cute.jit
+def load_batch(row: Any, batch: Int32) -> Any:
+    """key16 of this thread's vectors of a batch, 0 where no key is."""
+    held = row.config.held
+    words = load_raw(row, batch)
     for step in cutlass.range_constexpr(held):
-        if batch * Int32(held) + Int32(step) < row.rounds:
-            one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+        one = row.start + (batch * Int32(held) + Int32(step)) * Int32(32)
+        if batch * Int32(held) + Int32(step) < row.rounds and one - row.lane < row.vectors:
             made = settle(row, words[4 * step : 4 * step + 4], one)
-            if cutlass.const_expr(row.config.cluster > 1):
-                made = [word * Uint32(one < row.vectors) for word in made]  # behind a part there may be keys
             for word in cutlass.range_constexpr(4):
                 words[4 * step + word] = made[word]
     return words
@@ -182,17 +203,21 @@ def key_of(words: Any, bit: Uint32) -> Uint32:
 
 
 @cute.jit
-def put_keys(row: Any, words: Any, mask: Uint32, place: Int32, one: Int32, target: Uint32, tops: Uint32) -> None:
-    """Store those keys of vector `one` that are in the mask, as words, from entry `place` of `target` on."""
+def put_keys(
+    row: Any, words: Any, mask: Uint32, place: Int32, one: Int32, target: Uint32, tops: Uint32, looped: Any
+) -> None:
+    """Store those keys of vector `one` that are in the mask, as words, from entry `place` of `target` on. looped: the
+    row is wide, or most masks have no or one bit."""
     tail = Uint32(0xFFFF) - (Uint32(one * Int32(8)) & Uint32(0xFFFF))
-    if row.wide:
+    if looped:
         left = mask
         entry = Uint32(place) + Uint32(cute.arch.popc(mask))
         while left != Uint32(0):  # from the highest down: finding it takes one instruction
             bit = packed.highest_bit(left)
             entry = entry - Uint32(1)
             ptx.store_shared(target + entry * Uint32(4), (key_of(words, bit) << Uint32(16)) | (tail - bit))
-            ptx.store_shared_u16(tops + entry * Uint32(2), Uint32(one >> Int32(13)))
+            if row.wide:
+                ptx.store_shared_u16(tops + entry * Uint32(2), Uint32(one >> Int32(13)))
             left = left ^ (Uint32(1) << bit)
     else:
         store_words_x8(target + Uint32(place) * Uint32(4), *words, tail, mask)
@@ -221,46 +246,104 @@ def store_words_x8(
 
 
 @cute.jit
-def place_held(row: Any, words: Any, vectors: Any, rounds: Int32, n: Int32) -> None:
+def place_held(
+    row: Any, words: Any, vectors: Any, rounds: Int32, count: Int32, n: Int32, top: Uint32, bound: Uint32, bounded: Any
+) -> None:
     """The row's words from the vectors in registers, which hold its N best: histograms of their keys, then each thread
     places its own. vectors: their numbers, ascending in the order (warp, round, lane)."""
-    threshold, need = counting.find_held(row, words, rounds, n)
+    threshold, need, _above, _equal = window.find(row, words, rounds, count, n, top, bound, bounded, Int32(0), False)
     mark(row, 6)
-    masks, total = mask_held(row, words, rounds, threshold)
-    before, _all = block_offsets(row, scan.warp_sum(total), 0)
-    mark(row, 7)
-    place_masked(row, words, masks, vectors, rounds, before, need)
+    place_chosen(row, words, vectors, rounds, count, threshold, need, Int32(0), Int32(0))
 
 
 @cute.jit
-def mask_held(row: Any, words: Any, rounds: Int32, threshold: Uint32) -> Any:
-    """(masks, a word a vector, of the keys above the threshold and, shifted by 8, equal to it; this thread's counts of
-    the two, see `counts_of`)."""
-    masks = [Uint32(0) for _ in range(row.config.held)]
-    total = Int32(0)
-    for step in cutlass.range_constexpr(row.config.held):
-        if Int32(step) < rounds:
-            greater, same = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
-            masks[step] = greater | (same << Uint32(8))
-            total = total + counts_of(masks[step])
-    return masks, total
+def place_chosen(
+    row: Any,
+    words: Any,
+    vectors: Any,
+    rounds: Int32,
+    count: Int32,
+    threshold: Uint32,
+    need: Int32,
+    above: Int32,
+    equal: Int32,
+) -> Int32:
+    """Place the keys above the threshold, and equal ones until `need` of the row are; of either, `above` and `equal`
+    come before this block's. Returns this block's counts, the equal ones shifted by EQUAL_SHIFT. One block barrier.
 
-
-@cute.jit
-def place_masked(row: Any, words: Any, masks: Any, vectors: Any, rounds: Int32, before: Int32, need: Int32) -> None:
-    """Place the keys above the threshold and the first `need` equal ones. before: how many of both come before this
-    warp's, the equal ones shifted by EQUAL_SHIFT."""
+    A word counts the masks' bits of two vectors, a byte each; no sum over lower lanes is more than 248."""
     held = row.config.held
+    masks = [Uint32(0) for _ in range(held)]
     for step in cutlass.range_constexpr(held):
-        if Int32(step) < rounds:
-            mine = counts_of(masks[step])
-            upto = packed.warp_prefix(mine)
-            both = Uint32(before + upto - mine)
+        if window.has_round(row, step, rounds, count):
+            one = words[4 * step : 4 * step + 4]
+            if threshold > Uint32(0x8000):
+                masks[step] = masks_of_positive(one, threshold)
+            else:
+                greater, same = packed.masks_x8(one, threshold)
+                masks[step] = greater | (same << Uint32(8))
+    lower = [Uint32(0) for _ in range(held // 2)]
+    totals = [Uint32(0) for _ in range(held)]  # of the warp
+    all_of = Uint32(0)
+    for pair in cutlass.range_constexpr(held // 2):
+        if window.has_round(row, 2 * pair, rounds, count):
+            mine = byte_counts(masks[2 * pair]) | (byte_counts(masks[2 * pair + 1]) << Uint32(16))
+            lower[pair] = Uint32(packed.warp_prefix(Int32(mine))) - mine
+            last = Uint32(cute.arch.shuffle_sync(Int32(lower[pair]), Int32(31)))
+            last_mine = Uint32(cute.arch.shuffle_sync(Int32(mine), Int32(31)))
+            totals[2 * pair] = wide_counts(last) + wide_counts(last_mine)
+            totals[2 * pair + 1] = wide_counts(last >> Uint32(16)) + wide_counts(last_mine >> Uint32(16))
+            all_of = all_of + totals[2 * pair] + totals[2 * pair + 1]
+    before_word, block = block_offsets(row, Int32(all_of), 0)
+    mark(row, 7)
+    before = Uint32(before_word + above + (equal << Int32(EQUAL_SHIFT)))
+    for step in cutlass.range_constexpr(held):
+        if window.has_round(row, step, rounds, count):
+            both = before + wide_counts(lower[step // 2] >> Uint32(16 * (step % 2)))
             taken = Int32(both >> Uint32(EQUAL_SHIFT))
             if taken > need:
                 taken = need
             kept = first_bits(masks[step] >> Uint32(8), need - taken)
             chosen = (masks[step] & Uint32(0xFF)) | kept
             slot = Int32(both & Uint32(0xFFFF)) + taken
-            put_keys(row, words[4 * step : 4 * step + 4], chosen, slot, vectors[step], row.words, row.tops)
-            before = before + Int32(cute.arch.shuffle_sync(upto, Int32(31)))
+            one = words[4 * step : 4 * step + 4]
+            put_keys(row, one, chosen, slot, vectors[step], row.words, row.tops, row.wide or rounds > Int32(2))
+            before = before + totals[step]
+    return block
+
+
+def masks_of_positive(words: Any, threshold: Uint32) -> Uint32:
+    """Bit i set where key i is above the threshold, bit 8 + i where it equals it: for the key16 of a positive number.
+
+    Keys of numbers that are not negative, read as BF16, are those numbers with the other sign, in reverse order; all
+    others read as positive numbers or NaNs. So the floating-point unit compares, two keys an instruction."""
+    both = threshold * Uint32(0x10001)
+    return _compare_x8("lt", *words, both) | (_compare_x8("eq", *words, both) << Uint32(8))
+
+
+@dsl_user_op
+def _compare_x8(
+    how: str, a: Uint32, b: Uint32, c: Uint32, d: Uint32, both: Uint32, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Bit i set where key i, as BF16, compares to the two equal halves of `both`. True is 1.0, of which bits 7 to 13
+    are set."""
+    text = (
+        "{ .reg .b32 p, q, r, s;"
+        f" set.{how}.bf16x2.bf16x2 p, $1, $5; set.{how}.bf16x2.bf16x2 q, $2, $5;"
+        f" set.{how}.bf16x2.bf16x2 r, $3, $5; set.{how}.bf16x2.bf16x2 s, $4, $5;"
+        " and.b32 p, p, 0x00800080; and.b32 q, q, 0x02000200; and.b32 r, r, 0x08000800; and.b32 s, s, 0x20002000;"
+        " or.b32 p, p, q; or.b32 r, r, s; or.b32 p, p, r;"
+        " shr.u32 q, p, 7; shr.u32 r, p, 22; and.b32 q, q, 0x55; and.b32 r, r, 0xAA; or.b32 $0, q, r; }"
+    )
+    return ptx.asm(text, "=r,r,r,r,r,r", (Uint32,), (a, b, c, d, both), pure=True, loc=loc, ip=ip)[0]
+
+
+def byte_counts(masks: Uint32) -> Uint32:
+    """Counts of a vector's two masks, a byte each."""
+    above = Uint32(cute.arch.popc(masks & Uint32(0xFF)))
+    return above | (Uint32(cute.arch.popc(masks >> Uint32(8))) << Uint32(8))
+
+
+def wide_counts(counts: Uint32) -> Uint32:
+    """Two counts of a byte each, the second shifted by EQUAL_SHIFT instead of 8; the rest of the word is ignored."""
+    return ptx.byte_perm(counts, Uint32(0), Uint32(0x4140))

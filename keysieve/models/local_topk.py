@@ -2,9 +2,15 @@
 
 What the kernel relies on, and what the property tests of this module hold to the reference:
 
-1. **Held.** A row whose vectors (8 keys) fit the block's registers is selected from directly: a histogram of the 2,048
-   values up to the largest key gives the N-th largest one; where it lies lower, its upper 11 bits and then its lower 5
-   are counted. All keys above it are taken, and the first equal to it.
+1. **Held.** A row whose vectors (8 keys) fit the registers of a block, or of a cluster of blocks that hold it in parts,
+   is selected from directly. A block counts its keys value by value above a *floor* that lies at most 1,023 below its
+   best key: if its part has enough vectors, just below the bin (of 32 values) of the N-th largest of their maxima,
+   which N keys reach; else the lowest such value. The row's threshold lies above every floor of the first kind, and all
+   blocks have counted what lies above the highest floor: the sums of their counts from there on give the N-th largest
+   key, unless fewer than N were counted. Then all keys are counted by their upper 10 bits, and again value by value
+   from the digit found on, the last bin taking what lies beyond. All keys above the threshold are taken, and the first
+   equal to it: a block's words begin behind those of the blocks before it, behind their keys above the
+   threshold and, of the equal ones, as many as are still taken.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
    keys (point 4 of `models.select`), and they fit the registers.
@@ -17,10 +23,6 @@ What the kernel relies on, and what the property tests of this module hold to th
 4. **Threshold** from a bound. A histogram of the 2,048 values from a floor on, the last bin taking all that lies
    beyond, gives the N-th largest key exactly unless it falls into that last bin. Then the upper 11 bits are counted,
    and the histogram is made again from the lowest value that has the digit found.
-5. **Shared.** A cluster of blocks holds a row in parts. The largest key of all parts, then the sums of their histograms
-   (below it), give every block the same threshold. A block's words begin behind those of lower ones: behind their keys
-   above the threshold and, of the equal ones, as many as are still taken. If the threshold lies lower than the
-   histogram, one block takes the whole row.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from numpy.typing import NDArray
 from keysieve.models.select import Indices, Keys, tops_of
 
 BINS = 2048
+WINDOW = 1024
+SIFTED = 2048
 VECTOR = 8
 
 
@@ -109,40 +113,80 @@ def find_threshold(keys: Keys, n: int, bound: int) -> tuple[int, int, int]:
             floor, shift = 0, 5
 
 
-def near_threshold(parts: list[Keys], n: int) -> tuple[int, int] | None:
-    """(the `n`-th largest key of all parts, how many equal to it are taken); None if it lies too far below the best."""
-    top = max((int(part.max()) for part in parts if len(part)), default=0)
-    floor = max(top - (BINS - 1), 1)
-    counts = np.zeros(BINS, np.int64)
+def find_top(parts: list[Keys], n: int) -> int:
+    """A multiple of 8 that `n` keys of the row reach, from the maxima of the parts' vectors: the lower edge of the bin
+    of the `n`-th largest of them; 0 if that is not among 32 bins from the best one's down. A part tells of no more bins
+    than that, from its own best one's down."""
+    counts = np.zeros(BINS + 32, np.int64)
     for part in parts:
-        counts += np.bincount(part[part >= floor].astype(np.int64) - floor, minlength=BINS)
+        digit = int(part.max(initial=0)) >> 5
+        its = np.bincount(tops_of(part) >> 5, minlength=BINS)
+        lowest = max(digit - 31, 0)
+        counts[lowest : digit + 1] += its[lowest : digit + 1]
+    best = int(np.flatnonzero(counts)[-1])
+    upto = np.cumsum(counts[max(best - 31, 0) : best + 1][::-1])
+    return (best - int(np.argmax(upto >= n))) << 5 if upto[-1] >= n else 0
+
+
+def sift(parts: list[Keys], n: int, shape: Shape) -> list[tuple[Indices, int | None]]:
+    """Of every part (places of the keys that are looked at, a bound that `n` keys of the row reach; 0: there is none;
+    None: it was not looked for)."""
+    sizes = [-(-len(part) // VECTOR) for part in parts]
+    enough = n + n // 8
+    if shape.held <= 2 or max(sizes) <= 2 * shape.threads or sum(sizes) < enough:
+        bounds = [None if size >= enough else 0 for size in sizes]
+        return [(np.arange(len(part)), bound) for part, bound in zip(parts, bounds, strict=True)]
+    bound = find_top(parts, n)
+    bound = bound if bound >= 64 else 0
+    out: list[tuple[Indices, int | None]] = []
+    for part in parts:
+        reaching = np.flatnonzero(tops_of(part) >= bound)
+        places = (reaching[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
+        fits = bound > 0 and len(reaching) <= SIFTED
+        out.append((places[places < len(part)] if fits else np.arange(len(part)), bound))
+    return out
+
+
+def find_floor(part: Keys, n: int, bound: int | None) -> int:
+    """What a block counts its part above: a multiple of 8. bound: one that `n` keys of the row reach, 0 if none is
+    known; None: look for it."""
+    top = int(part.max()) if len(part) else 0
+    if bound is None:
+        bound = find_top([part], n)
+    return max(bound - 8, (top | 7) - (WINDOW - 1), 0)
+
+
+def held_threshold(parts: list[Keys], n: int, bounds: list[int | None]) -> tuple[int, int]:
+    """(the `n`-th largest key, how many equal to it are taken) of the keys that blocks hold, together at least `n`."""
+    floors = [find_floor(part, n, bound) for part, bound in zip(parts, bounds, strict=True)]
+    counted = [part[part > floor].astype(np.int64) - floor for part, floor in zip(parts, floors, strict=True)]
+    floor = max(floors)
+    counts = np.zeros(WINDOW, np.int64)
+    for its, own in zip(counted, floors, strict=True):
+        assert its.max(initial=0) < WINDOW
+        counts += np.bincount(its, minlength=2**17)[floor - own :][:WINDOW]
     digit, above = find_digit(counts, n)
-    return None if digit < 0 else (floor + digit, n - above)
+    if digit < 0:
+        keys = np.concatenate(parts).astype(np.int64)
+        digit, _ = find_digit(np.bincount(keys >> 6, minlength=WINDOW), n)
+        floor = max((digit << 6) - 8, 0)
+        counts = np.bincount(np.minimum(keys[keys > floor] - floor, WINDOW - 1), minlength=WINDOW)
+        digit, above = find_digit(counts, n)
+    return floor + digit, n - above
 
 
-def held_threshold(keys: Keys, n: int) -> tuple[int, int]:
-    """(the `n`-th largest key, how many equal to it are taken) of the keys that a block holds."""
-    near = near_threshold([keys], n)
-    if near is not None:
-        return near
-    digit, above = find_digit(np.bincount(keys >> 5, minlength=BINS), n)
-    low, between = find_digit(np.bincount(keys[keys >> 5 == digit] & 31, minlength=32), n - above)
-    return digit << 5 | low, n - above - between
-
-
-def best_shared(keys: Keys, n: int, blocks: int) -> list[Indices] | None:
-    """What each of the blocks that share a row of more than `n` keys takes, or None: one takes the row alone."""
+def best_shared(keys: Keys, n: int, blocks: int, shape: Shape) -> list[Indices]:
+    """What each of the blocks that share a row of more than `n` keys takes."""
     vectors = -(-len(keys) // VECTOR)
     share = -(-vectors // blocks) * VECTOR
     parts = [keys[block * share : (block + 1) * share] for block in range(blocks)]
-    near = near_threshold(parts, n)
-    if near is None:
-        return None
-    threshold, need = near
+    sifted = sift(parts, n, shape)
+    looked = [part[places] for part, (places, _) in zip(parts, sifted, strict=True)]
+    threshold, need = held_threshold(looked, n, [bound for _, bound in sifted])
     taken, equal = [], 0  # equal: of the parts so far, those that are taken
-    for block, part in enumerate(parts):
-        taken.append(block * share + choose(part, threshold, need - equal))
-        equal = min(equal + int((part == threshold).sum()), need)
+    for block, (its, (places, _)) in enumerate(zip(looked, sifted, strict=True)):
+        taken.append(block * share + places[choose(its, threshold, need - equal)])
+        equal = min(equal + int((its == threshold).sum()), need)
     return taken
 
 
@@ -152,15 +196,16 @@ def choose(keys: Keys, threshold: int, need: int) -> Indices:
     return np.sort(np.concatenate([np.flatnonzero(keys > threshold), equal]))
 
 
-def list_vectors(keys: Keys, n: int, held: int) -> Indices:
-    """Vectors that hold the `n` best keys, ascending, at most `held` of them. There are at least `n` vectors."""
+def list_vectors(keys: Keys, n: int, held: int) -> tuple[Indices, int]:
+    """(vectors that hold the `n` best keys, ascending, at most `held` of them; a multiple of 8 that `n` keys reach).
+    There are at least `n` vectors."""
     maxima = tops_of(keys)
     digit, above = find_digit(np.bincount(maxima >> 5, minlength=BINS), n)
     reaching = np.flatnonzero(maxima >> 5 >= digit)
     if len(reaching) <= min(n + n // 2, held):
-        return reaching
+        return reaching, digit << 5
     low, between = find_digit(np.bincount(maxima[maxima >> 5 == digit] & 31, minlength=32), n - above)
-    return choose(maxima, digit << 5 | low, n - above - between)
+    return choose(maxima, digit << 5 | low, n - above - between), digit << 5
 
 
 def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
@@ -169,11 +214,12 @@ def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
         return np.arange(len(keys))
     vectors = -(-len(keys) // VECTOR)
     if vectors <= shape.threads * shape.held:
-        return choose(keys, *held_threshold(keys, n))
+        return best_shared(keys, n, 1, shape)[0]
     if vectors <= shape.room:
-        places = (list_vectors(keys, n, shape.threads * shape.held)[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
+        listed, bound = list_vectors(keys, n, shape.threads * shape.held)
+        places = (listed[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
         places = places[places < len(keys)]
-        return places[choose(keys[places], *held_threshold(keys[places], n))]
+        return places[choose(keys[places], *held_threshold([keys[places]], n, [bound]))]
     bound = find_bound(keys, n, shape.threads)
     reaching = np.flatnonzero(keys >= bound)
     assert len(reaching) >= n

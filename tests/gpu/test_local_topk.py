@@ -9,7 +9,7 @@ import torch
 from harness import cases, poison
 
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
-from keysieve.kernels.local_topk_config import CLUSTERS, config_for
+from keysieve.kernels.local_topk_config import SHAPES, config_for
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.launch import Launcher
 from keysieve.reference.dcp_maps import local_seq_lens
@@ -21,6 +21,7 @@ LENGTHS = [
     0, 1, 7, 31, 32, 33, 351, 352, 353, 400, 1215, 1216, 1217, 2047, 2048, 2049, 4095, 4096, 4097, 5000, 8191, 8192,
     8193, 9999, 16383, 16384, 16385, 20001, 32768, 32769, 40000, 65535, 65536, -5,
 ]  # fmt: skip
+Shape = tuple[int, int, int]
 KINDS = (
     "gaussian", "relu", "equal", "few", "specials", "nan", "wide", "ascending", "descending", "negative", "bursts",
     "ladder",
@@ -29,8 +30,8 @@ NS = (32, 352, 672, 1216, 2048, 2080, 4096)
 
 
 @lru_cache(maxsize=64)
-def kernel(device: torch.device, n: int, planes: int, push: bool, cluster: int = 1) -> LocalTopk:
-    config = config_for(n, planes, push, cluster)
+def kernel(device: torch.device, n: int, planes: int, push: bool, shape: Shape | None = None) -> LocalTopk:
+    config = config_for(n, planes, push, shape)
     return LocalTopk(lambda k, c: Launcher(k, c, device), n=n, planes=planes, push=push, config=config)
 
 
@@ -134,7 +135,7 @@ def run_push(
     rank: int,
     interleave: int,
     start: int,
-    cluster: int = 1,
+    shape: Shape | None = None,
 ) -> None:
     rows = len(lens)
     lengths = torch.tensor(lens, dtype=torch.int32)
@@ -144,7 +145,7 @@ def run_push(
     x = canonicalize_(values(kind, rows, width, device, 3))
     memory = Slots(device, world, rows + 2, n, planes, start)
     words = poison((rows, candidate_words(n, planes)), torch.int32, device)
-    kernel(device, n, planes, True, cluster).push(
+    kernel(device, n, planes, True, shape).push(
         pitched(x, local), lengths.to(device), world=world, rank=rank, interleave=interleave, peers=memory.peers,
         slots=memory.offset, max_rows=rows + 2, epoch=memory.epoch, site=77, words=words,
     )  # fmt: skip
@@ -211,31 +212,46 @@ def test_push_reaches_every_rank(device: torch.device, case: tuple[int, int, int
     run_push(device, "few", [300_000, 10, 0], 64, world, rank, interleave, 6)
 
 
-SHARED = [8192, 8193, 9_001, 16_384, 16_385, 20_001, 32_769, 40_007, 65_536, 65_537, 65_560, 0, 33, 1_217, 12_345]
-"""Local lengths about what is shared, and about what the registers of two blocks hold."""
+SHARED = [
+    4096, 4097, 8192, 8193, 9_001, 16_384, 16_385, 20_001, 32_768, 32_769, 40_007, 65_536, 65_537, 65_560, 0, 33, 1_217,
+    12_345,
+]  # fmt: skip
+"""Local lengths about what is shared, and about what the registers of some blocks hold."""
 
 
-@cases(*[(cluster, kind) for cluster in CLUSTERS for kind in KINDS])
-def test_rows_shared_by_blocks(device: torch.device, case: tuple[int, str]) -> None:
-    """Any values: the threshold within reach of the best key, and not (then one block takes the row)."""
-    cluster, kind = case
-    run_push(device, kind, SHARED, 1216, 1, 0, 1, 7, cluster)
-    run_push(device, kind, [2 * x + 1 for x in SHARED], 33, 2, 1, 1, 2**32 - 1, cluster)
-    run_push(device, kind, SHARED, 4096, 1, 0, 1, 8, cluster)
+def held(shape: Shape, lens: list[int]) -> list[int]:
+    """Those of the lengths that the blocks' registers hold, and the longest one of these."""
+    limit = config_for(1, 1, True, shape).keys
+    return [min(limit, max(lens)), *(x for x in lens if x <= limit)]
 
 
-@cases(*CLUSTERS)
-def test_long_rows_shared_by_blocks(device: torch.device, case: int) -> None:
-    """Indices of more than 16 bits, whose planes are everybody's, and rows beyond the registers of the cluster."""
+@cases(*[(*shape, kind) for shape in SHAPES for kind in KINDS])
+def test_rows_that_registers_hold(device: torch.device, case: tuple[int, int, int, str]) -> None:
+    """Any values: the threshold within reach of the best key, and not (then all keys are counted in two digits)."""
+    shape, kind = case[:3], case[3]
+    lens = held(shape, SHARED)
+    run_push(device, kind, lens, 1216, 1, 0, 1, 7, shape)
+    run_push(device, kind, [2 * x for x in lens], 33, 2, 1, 1, 2**32 - 1, shape)
+    run_push(device, kind, lens, 2048, 1, 0, 1, 8, shape)
+
+
+@cases(*[shape for shape in SHAPES if shape[0] == 8 or shape[1:] in ((512, 2), (512, 8))])
+def test_large_n_of_rows_that_registers_hold(device: torch.device, case: Shape) -> None:
+    for kind in ("gaussian", "few", "specials"):
+        run_push(device, kind, held(case, SHARED), 4096, 1, 0, 1, 8, case)
+
+
+@cases(*[shape for shape in SHAPES if shape[0] == 8])
+def test_long_rows_shared_by_blocks(device: torch.device, case: Shape) -> None:
+    """Indices of more than 16 bits, whose planes are everybody's."""
     for kind, n in (("gaussian", 1216), ("relu", 352), ("few", 33), ("gaussian", 97)):
-        run_push(device, kind, [131_072, 70_001, 66_001, 100_003, 65_537], n, 1, 0, 1, 5, case)
-        run_push(device, kind, [262_144, 262_143, 262_145, 66_000], n, 1, 0, 1, 5, case)
-    run_push(device, "gaussian", [524_288, 400_000, 9_000], 352, 2, 1, 64, 5, case)
+        run_push(device, kind, held(case, [131_072, 70_001, 66_001, 100_003, 65_537, 9_000]), n, 1, 0, 1, 5, case)
+        run_push(device, kind, held(case, [262_144, 262_143, 66_000]), n, 1, 0, 1, 5, case)
 
 
-@cases(*CLUSTERS)
-def test_shared_rows_a_thousand_times(device: torch.device, case: int) -> None:
-    lens = [16_384, 30_000, 65_536, 8_193, 100, 0, 40_000]
+@cases(*SHAPES)
+def test_held_rows_a_thousand_times(device: torch.device, case: Shape) -> None:
+    lens = held(case, [16_384, 30_000, 65_536, 8_193, 8_000, 100, 0, 40_000])
     for kind in ("gaussian", "relu"):
         x = pitched(canonicalize_(values(kind, len(lens), max(lens), device, 4)), lens)
         wanted, _ = want(x, lens, 1216, 1)
@@ -247,6 +263,20 @@ def test_shared_rows_a_thousand_times(device: torch.device, case: int) -> None:
             kernel(device, 1216, 1, True, case).push(x, lengths, world=1, rank=0, interleave=1, words=words)
             differs += (words != wanted).sum()
         assert int(differs) == 0
+
+
+@cases(*[shape for shape in SHAPES if shape[1] * shape[2] <= 1024])
+def test_rows_beyond_the_registers_are_faults(device: torch.device, case: Shape) -> None:
+    """A kernel for rows that registers hold makes a longer one empty."""
+    limit = config_for(352, 1, True, case).keys
+    lens = [limit + 1, limit, 9]
+    x = pitched(canonicalize_(values("gaussian", 3, limit + 1, device, 4)), lens)
+    words = poison((3, candidate_words(352, 1)), torch.int32, device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    lengths = torch.tensor(lens, dtype=torch.int32, device=device)
+    kernel(device, 352, 1, True, case).push(x, lengths, world=1, rank=0, interleave=1, words=words, flags=flags)
+    assert int(flags) == 1 << FLAG_BAD_LENGTH
+    assert torch.equal(words.cpu(), want(x, [0, limit, 9], 352, 1)[0])
 
 
 def test_faults_leave_rows_empty_and_raise_flags(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keysieve.kernels.exchange_config import HELD, MERGE, ROUNDS, divider, merge_config, rounds_needed
-from keysieve.kernels.local_topk_config import CLUSTERS, LOCAL_PUSH, SHARED_KEYS, cluster_for, config_for
+from keysieve.kernels.local_topk_config import LOCAL_PUSH, SHAPES, config_for, shape_for
 from keysieve.spec import MAX_WORLD, candidate_words, default_topn
 
 WARPS = 16
@@ -44,15 +44,26 @@ def test_long_lists_are_read_again() -> None:
     assert rounds_needed(16, candidate_words(4096, 1)) > max(ROUNDS)
 
 
-def test_rows_are_shared_while_blocks_leave_room() -> None:
-    assert cluster_for(1, SHARED_KEYS, 132) == 1
-    assert cluster_for(1, SHARED_KEYS + 1, 132) == max(CLUSTERS)
-    assert cluster_for(64, 1 << 17, 132) == 1
-    before = max(CLUSTERS)
+@pytest.mark.parametrize("keys", [4096, 8192, 8193, 16_384, 16_385, 32_768, 65_536, 1 << 17, 1 << 18, (1 << 18) + 1])
+def test_rows_are_shared_while_blocks_leave_room(keys: int) -> None:
+    before = max(cluster for cluster, _, _ in SHAPES)
     for rows in range(1, 200):
-        blocks = cluster_for(rows, 1 << 17, 132)
-        assert blocks <= before, "more rows, fewer blocks each"
-        assert blocks == 1 or 4 * rows * blocks <= 3 * 132
-        before = blocks
-    for blocks in CLUSTERS:
-        assert config_for(352, 1, True, blocks) in list(LOCAL_PUSH.admitted("sm_90a"))
+        shape = shape_for(rows, keys, 132)
+        if shape is None:
+            before = 1
+            continue
+        cluster = shape[0]
+        assert config_for(352, 1, True, shape).keys >= keys, "the registers hold every row"
+        assert config_for(352, 1, True, shape) in list(LOCAL_PUSH.admitted("sm_90a"))
+        assert cluster <= before, "more rows, fewer blocks each"
+        assert cluster == 1 or rows * cluster <= 132
+        assert cluster <= 2 or 4 * rows * cluster <= 3 * 132
+        before = cluster
+
+
+def test_blocks_of_a_row() -> None:
+    assert shape_for(1, 4096, 132) == (1, 512, 2)
+    assert [shape_for(rows, 16_384, 132)[0] for rows in (1, 8, 24, 25, 64, 66, 67, 128)] == [4, 4, 4, 2, 2, 2, 1, 1]
+    assert [shape_for(rows, 65_536, 132)[0] for rows in (1, 12, 13, 25)] == [8, 8, 4, 2]
+    assert shape_for(67, 65_536, 132) is None
+    assert shape_for(1, 1 << 19, 132) is None

@@ -78,7 +78,9 @@ def test_words_of_long_rows_have_planes(length: int) -> None:
 )
 def test_listed_vectors_hold_the_best_keys_and_fit(kind: str, length: int, n: int, seed: int) -> None:
     keys = key16_of_bits(bits_of(kind, length, seed))
-    listed = model.list_vectors(keys, n, 256)
+    listed, bound = model.list_vectors(keys, n, 256)
+    assert bound % 8 == 0
+    assert int((keys >= bound).sum()) >= n
     assert n <= len(listed) <= 256
     best = np.argsort(-keys.astype(np.int64), kind="stable")[:n]
     assert np.isin(best // 8, listed).all()
@@ -145,15 +147,40 @@ def test_pairs_carry_words_tag_and_signature() -> None:
     length=st.integers(2, 6000),
     n=st.sampled_from((1, 31, 33, 352, 700)),
     blocks=st.sampled_from((2, 4, 8)),
+    threads=st.sampled_from((32, 64, 512)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_parts_of_a_shared_row_are_the_row(kind: str, length: int, n: int, blocks: int, seed: int) -> None:
+def test_parts_of_a_shared_row_are_the_row(
+    kind: str, length: int, n: int, blocks: int, threads: int, seed: int
+) -> None:
     keys = key16_of_bits(bits_of(kind, length, seed))
     if length <= n:
         return
     whole = model.best_keys(keys, n, model.DEFAULT)
-    parts = model.best_shared(keys, n, blocks)
-    if parts is None:
-        assert keys.max() - np.sort(keys)[-n] >= model.BINS, "the threshold was within reach"
-    else:
-        assert np.array_equal(np.concatenate(parts), whole)
+    parts = model.best_shared(keys, n, blocks, model.Shape(threads, 8))
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert np.array_equal(np.concatenate(parts), np.sort(np.argsort(-keys.astype(np.int64), kind="stable")[:n]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(PALETTES),
+    length=st.integers(1, 9000),
+    n=st.sampled_from((1, 31, 352, 700)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_floor_is_near_the_best_key_or_reached_by_enough(kind: str, length: int, n: int, seed: int) -> None:
+    keys = key16_of_bits(bits_of(kind, length, seed))
+    floor = model.find_floor(keys, n, None)
+    assert floor % 8 == 0
+    assert floor <= int(keys.max()) < floor + model.WINDOW
+    if floor > max((int(keys.max()) | 7) - (model.WINDOW - 1), 0):
+        assert int((keys >= floor + 8).sum()) >= n
+
+
+@pytest.mark.parametrize(("length", "n"), [(16_384, 1216), (16_384, 352), (32_768, 1216), (32_768, 352)])
+def test_few_keys_of_a_gaussian_part_are_counted(length: int, n: int) -> None:
+    """Not part of being right: what the kernel's time is made of."""
+    keys = key16_of_bits(bits_of("gaussian", length, 9))
+    counted = int((keys >= model.find_floor(keys, n, None)).sum())
+    assert n <= counted <= 3 * n, counted
