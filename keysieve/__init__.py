@@ -10,6 +10,7 @@ from keysieve.checks import DeviceFault, DeviceFaultWarning, KeysieveError, Unsu
 from keysieve.inputs import Selection
 from keysieve.quantize import fold_weights, quantize_query
 from keysieve.reference.dcp_maps import local_seq_lens
+from keysieve.residency import keep_results_in_l2
 from keysieve.spec import IndexerSpec
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "dcp",
     "fold_weights",
+    "keep_results_in_l2",
     "local_seq_lens",
     "local_topk",
     "merge",

@@ -17,6 +17,7 @@ from keysieve.launch import capturing
 from keysieve.plan import Plan
 from keysieve.relaunch import Calls, Recorder, launch_list, named
 from keysieve.repeats import ADDRESSES, Relaunch
+from keysieve.residency import residency
 from keysieve.spec import MAX_REQUESTS
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Sm90Runner(StreamWorkspace):
         release = ", released early" if problem.early_release else ""
         self.path = f"score into compact logits, then select as its programmatic dependent{release}: two kernels"
         self._calls: Calls = []
+        self._kept = residency(self.index).rows
         limits = (problem.max_rows, problem.max_context, problem.spec.topk, self._blocks)
         scorer = backend.scorer(problem.spec)[0]
         # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
@@ -193,6 +195,7 @@ class Sm90Runner(StreamWorkspace):
             flags=self._flags.word,
             blocks=self._blocks,
             words=None if step.words is None else named(step.words, "words"),
+            kept=self._kept,
         )
         limit = min(self.plan.problem.max_context, step.table_keys)
         self._select.select(

@@ -2,6 +2,7 @@
 
     python -m keysieve.bench.score [--set main,heads64,bimodal] [--only 32x128K] [--out docs/measurements/score.jsonl]
                                    [--format fp8_fp32] [--no-peers] [--prepare] [--seconds 45] [--warm-peers]
+                               [--keep-results 24]
 
 Every case first passes its gate: our logits within the derived bound of the exact ones on sampled rows, tops and rerun
 bitwise, and (with DeepGEMM) both logits within the sum of both bounds. Only then is it timed, as `bench.timing` says.
@@ -29,6 +30,7 @@ from keysieve.bench.limits import Rates, limit_text, rates_of, rounded, share_te
 from keysieve.bench.places import require_file
 from keysieve.launch import Launcher, arch_of
 from keysieve.reference.layouts import row_tops
+from keysieve.residency import keep_results_in_l2, residency
 from keysieve.spec import FORMATS, PAGE, TILE, IndexerSpec
 from keysieve.testing.score_bound import logit_bound
 
@@ -103,7 +105,7 @@ CASE_SETS: dict[str, list[Case]] = {
 
 @dataclass
 class Inputs:
-    """One input set of a case, and where its results go."""
+    """One input set of a case, and where its results go: one place for all sets, as for all layers."""
 
     query: torch.Tensor
     words: torch.Tensor | None
@@ -128,7 +130,8 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
     need = [-(-n // PAGE) for n in case.lengths]
     rows, heads = len(case.lengths) * case.next_n, case.heads
     elements = sum(-(-n // TILE) * TILE for n in case.lengths) * case.next_n
-    share = elements > 1 << 24
+    logits = torch.empty(elements, dtype=torch.bfloat16, device=device)
+    tops = torch.empty(elements // 8, dtype=torch.int16, device=device)
     made: list[Inputs] = []
     for index in range(sets):
         start = index * sum(need) % max(1, pool.shape[0] - sum(need))
@@ -139,9 +142,6 @@ def make_inputs(case: Case, pool: torch.Tensor, sets: int) -> list[Inputs]:
         query, words = make_query(rows, heads, device, case.key_format, generator)
         weights = torch.randn(rows, heads, device=device, generator=generator)
         lens = torch.tensor([n for n in case.lengths for _ in range(case.next_n)], dtype=torch.int32, device=device)
-        fresh = not share or not made
-        logits = torch.empty(elements, dtype=torch.bfloat16, device=device) if fresh else made[0].logits
-        tops = torch.empty(elements // 8, dtype=torch.int16, device=device) if fresh else made[0].tops
         starts = torch.empty(len(need) + 1, dtype=torch.int32, device=device)
         flags = torch.zeros(1, dtype=torch.int32, device=device)
         made.append(Inputs(query, words, weights, lens, table, logits, tops, starts, flags))
@@ -166,6 +166,7 @@ def score_call(host: Any, launch: Callable[..., None], config: Any, pool: torch.
         flags=x.flags,
         blocks=blocks,
         words=x.words,
+        kept=residency(x.query.get_device()).rows,
     )
 
 
@@ -289,6 +290,8 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
     excess = gate(case, pool, inputs[0], lambda: ours(0), (lambda: theirs(0)) if served else None)
     taken = timing.graph_time(ours, sets=sets, bytes_per_set=case.read_bytes, device=device)
     peers: dict[str, float] = {}
+    aside = residency(device.index or 0)
+    aside.reset()  # so that lines of ours take no room from the peer
     if served is not None:
         theirs_us = timing.graph_time(theirs, sets=sets, bytes_per_set=case.read_bytes, device=device)
         plan_us = timing.graph_time(
@@ -313,6 +316,7 @@ def measure(case: Case, pool: torch.Tensor, peer: DeepGemm | None, bandwidth: fl
         extra={
             "error_over_magnitude": float(f"{excess:.3g}"),
             "input_sets": sets,
+            "l2_set_aside_mb": round(aside.size / 2**20, 2),
             "read_tbps": round(bandwidth / 1e12, 3),
         },
     )
@@ -370,6 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-peers", action="store_true", help="leave DeepGEMM out where it is installed")
     parser.add_argument("--prepare", action="store_true", help="compile in parallel first")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument(
+        "--keep-results", type=float, default=None, help="MiB of L2 set aside for results, see keep_results_in_l2"
+    )
     parser.add_argument("--warm-peers", action="store_true", help="only have the peers build their kernels")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
@@ -383,6 +390,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.prepare:
         prepare(chosen, device)
+    if args.keep_results is not None:
+        keep_results_in_l2(args.keep_results, device)
     bandwidth = read_bandwidth(device)
     print(f"this device reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     pages = max([math.ceil(sum(-(-n // PAGE) for n in c.lengths)) for c in chosen] + [POOL_PAGES])

@@ -28,6 +28,7 @@ LAYERS = {
     "keysieve.reference": 4,
     "keysieve.compile": 4,
     "keysieve.launch": 5,
+    "keysieve.residency": 2,
     "keysieve.relaunch": 5,
     "keysieve.forms": 1,
     "keysieve.repeats": 5,

@@ -1,0 +1,100 @@
+"""What is set aside of L2 for results: the bookkeeping, on a device that is made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from keysieve import residency as r
+from keysieve.checks import KeysieveError, UnsupportedError
+
+
+class Made:
+    """A device whose driver rounds sizes up to `step` and refuses with `status`."""
+
+    def __init__(self, limit: int, most: int, step: int = 1, status: int = 0) -> None:
+        self.now, self.largest, self.step, self.status = limit, most, step, status
+        self.resets = 0
+
+    def limit(self) -> int:
+        return self.now
+
+    def set_limit(self, size: int) -> int:
+        if not self.status:
+            self.now = -(-size // self.step) * self.step
+        return self.status
+
+    def most(self) -> int:
+        return self.largest
+
+    def reset(self) -> int:
+        self.resets += 1
+        return 0
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    device = Made(11_796_480, 39_321_600, step=1 << 16)
+    found = r.Residency(device)
+    monkeypatch.setattr(r, "residency", lambda _index: found)
+    return device
+
+
+@pytest.mark.usefixtures("made")
+def test_the_default_keeps_what_the_driver_sets_aside() -> None:
+    from keysieve.kernels.sm90_score_config import KEPT_ROWS
+
+    assert r.residency(0).rows == KEPT_ROWS
+    assert r.Residency(Made(0, 0)).rows == 0
+
+
+def test_a_larger_part_is_kept_and_given_back(made: Made) -> None:
+    assert r.keep_results_in_l2(24, 0) == 11.25
+    assert made.now == 24 * r.MEGABYTE
+    assert r.residency(0).rows == 24 * r.MEGABYTE * 7 // 8 // 288
+    assert made.resets == 1, "what had stayed under the old size is let go"
+    assert r.keep_results_in_l2(20.01, 0) == 24
+    assert r.residency(0).size == made.now, "the size is what the driver made of it"
+    r.keep_results_in_l2(0, 0)
+    assert made.now == 11_796_480
+
+
+@pytest.mark.parametrize("given", [-1, float("nan"), 1 << 20, "much", None])
+def test_what_is_no_size_is_refused(made: Made, given: object) -> None:
+    with pytest.raises(KeysieveError, match=r"megabytes.*a size in MiB"):
+        r.keep_results_in_l2(given, 0)  # type: ignore[arg-type]
+    assert made.now == 11_796_480
+
+
+def test_more_than_the_device_has_is_refused(made: Made) -> None:
+    with pytest.raises(KeysieveError, match=r"got 40.*at most 37\.5"):
+        r.keep_results_in_l2(40, 0)
+    made.largest = 0  # as under MIG
+    with pytest.raises(KeysieveError, match="at most 0 here"):
+        r.keep_results_in_l2(1, 0)
+    assert made.now == 11_796_480
+
+
+def test_a_driver_that_refuses_is_named(made: Made) -> None:
+    made.status = 215
+    with pytest.raises(UnsupportedError, match=r"status 215.*MPS"):
+        r.keep_results_in_l2(16, 0)
+    assert r.residency(0).size == 11_796_480
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    with pytest.raises(KeysieveError, match=r"device.*cpu.*a CUDA device"):
+        r.keep_results_in_l2(16, "cpu")
+
+
+def test_the_environment_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Made(11_796_480, 39_321_600)
+    monkeypatch.setattr(r, "DriverDevice", lambda _index: device)
+    r.residency.cache_clear()
+    monkeypatch.setenv(r.KEEP_ENV, "16")
+    assert r.residency(5).size == 16 << 20
+    assert r.residency(5) is r.residency(5)
+    r.residency.cache_clear()
+    monkeypatch.setenv(r.KEEP_ENV, "lots")
+    with pytest.raises(KeysieveError, match=r.KEEP_ENV):
+        r.residency(5)
+    r.residency.cache_clear()
