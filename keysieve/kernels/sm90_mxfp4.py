@@ -4,35 +4,26 @@ A page lies in the ring as its 4,352 bytes. The query warp widens a request's qu
 of them is brought by the copy engine. See `sm90_mxfp4_scales` for the numbers.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float8E4M3FN, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_consume import consume as consume_late
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
+from keysieve.kernels.sm90_mxfp4_places import place_tiles
 from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
+from keysieve.kernels.sm90_mxfp4_send import Pages, send_batch
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
-from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
+from keysieve.kernels.sm90_score_config import HOME_ROUNDS, PAGES_PER_TILE, ScoreConfig, ScoreShape, chunks_of
 from keysieve.kernels.sm90_score_load import Boxes
+from keysieve.kernels.sm90_score_math import consume
 from keysieve.spec import HEAD_DIM
-
-PAGE_ROWS = PAGE_SLOT // HEAD_DIM
-"""A page seen as rows of 128 bytes: two keys a row, then 64 scale words in two rows."""
-
-
-@dataclass(frozen=True)
-class PlainBoxes(Boxes):
-    """Boxes that lie in shared memory as in global memory."""
-
-    def swizzle(self) -> Any:
-        """None."""
-        return cute.make_swizzle(0, 4, 3)
 
 
 class WideShared(Shared):
@@ -45,6 +36,8 @@ class WideShared(Shared):
         self.factors = origin + Uint32(places.factors)
         self.codes = origin + Uint32(places.codes)
         self.marks = origin + Uint32(places.marks)
+        self.area = origin + Uint32(places.area)
+        self.landed = cute.recast_ptr(base + places.ready, dtype=Int64)
 
 
 class Mxfp4Kernel(ScoreKernel):
@@ -59,7 +52,7 @@ class Mxfp4Kernel(ScoreKernel):
         self.query_warp = self.key_warp + 1
         self.report_warp = self.key_warp + self.shape.producer_warps - 1
         self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
-        self.boxes = PlainBoxes(HEAD_DIM, PAGE_ROWS, PAGE_SLOT, PAGE_SLOT)
+        self.boxes = Boxes(HEAD_DIM, PAGE_SLOT // HEAD_DIM, PAGE_SLOT, PAGE_SLOT)
 
     @cute.jit
     def entry_mxfp4(
@@ -88,18 +81,11 @@ class Mxfp4Kernel(ScoreKernel):
     ) -> None:
         """Launch. words: device address of the queries' scale words; the rest as in `ScoreKernel.entry`."""
         config = self.config
-        stride = cute.assume(page_stride, divby=16)
-        pool = cute.make_tensor(
-            cute.make_ptr(Float8E4M3FN, keys, AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((PAGE_ROWS, HEAD_DIM, pages), stride=(HEAD_DIM, 1, stride)),
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        box = cute.make_layout((PAGE_ROWS, HEAD_DIM), stride=(HEAD_DIM, 1))
-        key_copy, key_pages = cpasync.make_tiled_tma_atom(load, pool, box, (PAGE_ROWS, HEAD_DIM))
+        sources = Pages(keys, page_stride)
         self.kernel.set_name_prefix(f"sm90_mxfp4_h{config.heads}_n{config.next_n}_{config.layout}")
         self.kernel(
-            key_copy,
-            key_pages,
+            sources,
+            pages,
             words,
             query,
             weights,
@@ -130,18 +116,40 @@ class Mxfp4Kernel(ScoreKernel):
         return WideShared(base, smem_map(self.config, self.shape), self.shape)
 
     @cute.jit
-    def begin(self, shared: Any, key_copy: cute.CopyAtom, row_copy: Any, warp: Int32) -> None:
+    def begin(self, shared: Any, key_copy: Any, row_copy: Any, warp: Int32) -> None:
         """Barriers, descriptors, and the table of widened codes, which the query warp is the first to read."""
         ScoreKernel.begin(self, shared, key_copy, row_copy, warp)
         if warp == self.query_warp:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.shape.stages):
+                    cute.arch.mbarrier_init(shared.landed + stage, PAGES_PER_TILE)
+            cute.arch.mbarrier_init_fence()
             write_table(shared.table)
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """Keys come from registers."""
         return WideProducts(self, shared, thread)
 
+    def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
+        """The work of a consumer thread: where one product takes all rows, results follow a tile late."""
+        run = consume_late if len(self.chunks) == 1 and self.config.columns <= 64 else consume
+        run(self, shared, self.products(shared, thread), targets, thread, led)
+
+    @cute.jit
+    def assist(self, shared: Any, warp: Int32) -> None:
+        """The last two producer warps work out what the scales of landed tiles say."""
+        if warp > self.query_warp:
+            place_tiles(self, shared, warp - Int32(self.query_warp + 1))
+
+    def prefetch_pages(self, key_copy: Any) -> None:
+        """Pages have no descriptor."""
+
     def prefetch_rows(self, row_copy: Any) -> None:
         """Queries have no descriptor."""
+
+    def send_batch(self, shared: Any, pages: Any, *batch: Any) -> Any:
+        """The tiles of a batch into the ring, by lanes."""
+        return send_batch(self, shared, pages, *batch)
 
     def scale_words(self, shared: Any, slot: Int32) -> Uint32:
         """Shared address of the 64 scale words of a page of the ring: behind its keys."""

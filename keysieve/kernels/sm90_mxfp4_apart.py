@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import numerics, packed, ptx, warp_mma
 from keysieve.kernels.sm90_mxfp4_scales import NO_CODES
@@ -36,8 +37,51 @@ def scaled(value: Float32, key: Uint32, column: Uint32, block: Int32, more: Int3
     return numerics.mul(numerics.mul(value, power(half)), power(exponent - half))
 
 
+@dsl_user_op
+def anew(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """`value`, in such a way that what is worked out from it is worked out here: a path that is hardly ever taken shall
+    not keep registers all the way to it."""
+    return ptx.asm("mov.b32 $0, $1;", "=r,r", (Int32,), (value,), loc=loc, ip=ip)[0]
+
+
+@cute.jit
+def mend_tile(
+    kernel: cutlass.Constexpr[Any], products: Any, sums: Any, stage: Int32, query_stage: Int32, lane: Int32
+) -> Any:
+    """The sums of a tile of one chunk, page by page, those of keys and rows that are apart formed again.
+
+    Keys are widened anew from the tile, which is still held, lest their registers be kept while sums are formed.
+    """
+    if products.some:
+        rows = kernel.config.next_n
+        lane = anew(lane)
+        for page in cutlass.range_constexpr(len(products.words)):
+            place = (products.shared, products.widened(page, anew(stage)), products.codes)
+            found = mended(kernel, place, sums[page * rows : (page + 1) * rows], 0, page, query_stage, lane)
+            for i in cutlass.range_constexpr(rows):
+                sums[page * rows + i] = found[i]
+    return sums
+
+
 @cute.jit
 def mend_sums(
+    kernel: cutlass.Constexpr[Any],
+    products: Any,
+    sums: Any,
+    chunk: cutlass.Constexpr[int],
+    page: cutlass.Constexpr[int],
+    query_stage: Int32,
+    lane: Int32,
+) -> Any:
+    """The sums of a page's rows of one chunk, those of keys and rows that are apart formed again."""
+    if products.some:
+        place = (products.shared, products.words[page], products.codes)
+        sums = mended(kernel, place, sums, chunk, page, query_stage, anew(lane))
+    return sums
+
+
+@cute.jit
+def mended(
     kernel: cutlass.Constexpr[Any],
     place: Any,
     sums: Any,
@@ -47,22 +91,22 @@ def mend_sums(
     lane: Int32,
 ) -> Any:
     """`sums` (a lane's share per row of the chunk, after the first exchange) with those formed again that must be."""
-    shared, words, codes, some, mark = place
+    shared, words, codes = place
     start, rows = kernel.chunks[chunk]
-    if some != Int32(0) or mark != Uint32(0):
-        heads = kernel.config.heads
-        base = lane & Int32(28)
-        keys = [Uint32(cute.arch.shuffle_sync(codes, base + Int32(2 * page + r))) for r in range(2)]
-        mine = Uint32(cute.arch.shuffle_sync(codes, base + Int32(2 * page) + (lane & Int32(1))))
-        for row in cutlass.range(rows, unroll=1):
-            column = (Int32(start) + row) * Int32(heads)
-            whole = row_sums(kernel, shared, words, keys, column, query_stage, lane)
-            odd = (lane & Int32(1)) != Int32(0)
-            kept, sent = select(odd, whole[1], whole[0]), select(odd, whole[0], whole[1])
-            total = numerics.add(kept, cute.arch.shuffle_sync_bfly(sent, 1))
-            apart = (mine != Uint32(NO_CODES)) | (((mark >> Uint32(Int32(start) + row)) & Uint32(1)) != Uint32(0))
-            for i in cutlass.range_constexpr(rows):
-                sums[i] = Float32(select(apart & (row == Int32(i)), total, sums[i]))
+    mark = ptx.load_shared(shared.marks + Uint32(query_stage) * Uint32(4))
+    heads = kernel.config.heads
+    base = lane & Int32(28)
+    keys = [Uint32(cute.arch.shuffle_sync(codes, base + Int32(2 * page + r))) for r in range(2)]
+    mine = Uint32(cute.arch.shuffle_sync(codes, base + Int32(2 * page) + (lane & Int32(1))))
+    for row in cutlass.range(rows, unroll=1):
+        column = (Int32(start) + row) * Int32(heads)
+        whole = row_sums(kernel, shared, words, keys, column, query_stage, lane)
+        odd = (lane & Int32(1)) != Int32(0)
+        kept, sent = select(odd, whole[1], whole[0]), select(odd, whole[0], whole[1])
+        total = numerics.add(kept, cute.arch.shuffle_sync_bfly(sent, 1))
+        apart = (mine != Uint32(NO_CODES)) | (((mark >> Uint32(Int32(start) + row)) & Uint32(1)) != Uint32(0))
+        for i in cutlass.range_constexpr(rows):
+            sums[i] = Float32(select(apart & (row == Int32(i)), total, sums[i]))
     return sums
 
 

@@ -11,7 +11,7 @@ from keysieve.kernels import sm90_score_config as fp8
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.score_cut import ORDERS, PAGES_PER_TILE, rows_and_options, tables_at
 from keysieve.kernels.sm90_score_config import ScoreConfig, ScoreShape, SmemMap
-from keysieve.spec import FORMATS, HEAD_DIM, HEADS
+from keysieve.spec import FORMATS, HEAD_DIM, HEADS, TILE
 
 FORMAT = "mxfp4"
 KEY_BYTES = FORMATS[FORMAT].key_bytes
@@ -32,16 +32,22 @@ TABLE = 8 * (REACH + 1)
 
 assert TABLE % 16 == 8
 
+AREA = 3 * 4 * TILE
+"""Bytes that say what a tile's scales are, see `sm90_mxfp4_places`."""
+
 
 @dataclass(frozen=True)
 class WideMap(SmemMap):
     """And: `table` of widened codes; per query stage and column the head's `factors` (float32) and `codes` (a word of
-    four exponents); per query stage a word of `marks`, the rows that are scored block by block."""
+    four exponents); per query stage a word of `marks`, the rows that are scored block by block; per stage of the ring
+    an `area` and a barrier `ready`."""
 
     table: int
     factors: int
     codes: int
     marks: int
+    area: int
+    ready: int
 
 
 def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
@@ -56,8 +62,10 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
     table = codes + shape.query_stages * weight_bytes
     tables = tables_at(table + TABLE + 24, shape.stages, shape.query_stages)
     marks = tables.end
-    barriers = marks + -(-4 * shape.query_stages // 16) * 16
-    total = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
+    area = marks + -(-4 * shape.query_stages // 16) * 16
+    barriers = area + shape.stages * AREA
+    ready = barriers + 8 * 2 * (shape.stages + shape.query_stages + ORDERS)
+    total = ready + 8 * shape.stages
     return WideMap(
         keys=keys,
         query=query,
@@ -76,6 +84,8 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
         factors=factors,
         codes=codes,
         marks=marks,
+        area=area,
+        ready=ready,
     )
 
 

@@ -18,21 +18,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from keysieve.device import numerics, packed, ptx
 from keysieve.kernels.sm90_mxfp4_apart import mend_sums
-from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, PAGE_SLOT, SCALE_PLACE
-from keysieve.kernels.sm90_mxfp4_scales import (
-    NO_CODES,
-    factor_bits,
-    fixed_words,
-    offsets_from,
-    place_scales,
-    spread_of,
-    widen_word,
-    within_reach,
-    zero_blocks,
-)
+from keysieve.kernels.sm90_mxfp4_config import AREA, KEY_BYTES, PAGE_SLOT
+from keysieve.kernels.sm90_mxfp4_places import CODES, FACTORS
+from keysieve.kernels.sm90_mxfp4_scales import NO_CODES, fixed_words, widen_word
 from keysieve.kernels.sm90_score_config import PAGES_PER_TILE
 from keysieve.kernels.sm90_score_math import K_STEP, Products, query_tiles
-from keysieve.kernels.sm90_score_store import select
 from keysieve.spec import HEAD_DIM, PAGE
 
 STEPS = HEAD_DIM // K_STEP
@@ -50,12 +40,11 @@ class WideProducts(Products):
         row = warp * Int32(16) + (lane >> Int32(2))
         self.shared = shared
         self.fixed = fixed_words(shared.table)
-        self.swaps = swap_selectors(lane)
         self.keys = shared.keys + Uint32(row) * Uint32(KEY_BYTES) + Uint32(quad) * Uint32(16)
-        own = row + (quad & Int32(1)) * Int32(8)
-        page = Uint32(quad >> Int32(1)) * Uint32(PAGE_SLOT)
-        self.own_key = shared.keys + page + Uint32(own) * Uint32(KEY_BYTES)
-        self.own_scales = shared.keys + page + Uint32(SCALE_PLACE) + Uint32(own) * Uint32(4)
+        own = (quad >> Int32(1)) * Int32(PAGE) + row + (quad & Int32(1)) * Int32(8)
+        self.row_place = shared.area + Uint32(row) * Uint32(4) + Uint32(quad)
+        self.own_place = shared.area + Uint32(own) * Uint32(4)
+        self.mark: Any = None
         self.first: list[Any] = []
         self.more: list[Any] = []
         self.b: list[Any] = []
@@ -77,13 +66,22 @@ class WideProducts(Products):
         self.a = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(PAGES_PER_TILE)]
         self.words = [cute.recast_tensor(a, Uint32) for a in self.a]
 
+    def read_mark(self, query_stage: Int32) -> Uint32:
+        """The rows of a request that are apart."""
+        return ptx.load_shared(self.shared.marks + Uint32(query_stage) * Uint32(4))
+
+    def begin(self, query_stage: Int32) -> None:
+        """What holds for all tiles of a request."""
+        self.mark = self.read_mark(query_stage)
+
     def start(self, stage: Int32, query_stage: Int32) -> None:
         """Scales of a tile: what its keys are widened with, and the factor of the lane's own."""
-        slot = Uint32(stage) * Uint32(PAGES_PER_TILE * PAGE_SLOT)
-        self.offsets, self.factor, self.codes, self.some = tile_scales(
-            self.own_scales + slot, self.own_key + slot, self.swaps
-        )
-        self.mark = ptx.load_shared(self.shared.marks + Uint32(query_stage) * Uint32(4))
+        area = Uint32(stage) * Uint32(AREA)
+        self.offsets = self.read_offsets(stage)
+        self.factor = ptx.load_shared(self.own_place + area + Uint32(FACTORS))
+        self.codes = ptx.load_shared(self.own_place + area + Uint32(CODES))
+        mark = self.read_mark(query_stage) if self.mark is None else self.mark
+        self.some = cute.arch.vote_any_sync(((self.codes ^ Uint32(NO_CODES)) | mark) != Uint32(0))
 
     def key_scale(self, config: Any, place: Uint32) -> Float32:
         """The factor of the lane's key of the tile."""
@@ -102,49 +100,27 @@ class WideProducts(Products):
             cute.gemm(mma, acc, self.a[page][(None, None, k)], self.b[chunk][(None, None, k, query_stage)], acc)
         warpgroup.commit_group()
 
+    def widened(self, page: int, stage: Int32) -> Any:
+        """A page's operand registers once more."""
+        words = cute.make_rmem_tensor(4 * STEPS, Uint32)
+        keys = self.keys + Uint32(stage * Int32(PAGES_PER_TILE) + Int32(page)) * Uint32(PAGE_SLOT)
+        widen_keys(words, keys, self.shared.table, self.read_offsets(stage), self.fixed, page)
+        return words
+
+    def read_offsets(self, stage: Int32) -> list[Uint32]:
+        """Table offsets of a thread's part of a tile: of its two rows of each page."""
+        area = self.row_place + Uint32(stage) * Uint32(AREA)
+        places = [4 * PAGE * page + 32 * r for page in range(PAGES_PER_TILE) for r in range(2)]
+        return [packed.load_shared_u8(area + Uint32(place)) for place in places]
+
     def mend(self, kernel: Any, sums: list[Float32], chunk: int, page: int, query_stage: Int32, lane: Int32) -> Any:
         """The sums of a page, those of keys and rows that are apart formed again."""
-        place = (self.shared, self.words[page], self.codes, self.some, self.mark)
-        return mend_sums(kernel, place, sums, chunk, page, query_stage, lane)
-
-
-@cute.jit
-def tile_scales(scales: Uint32, key: Uint32, swaps: Any) -> Any:
-    """(table offsets of the quad's keys; of the lane's key: factor bits, and the scale codes if it is apart, else of
-    ones; is any key of the warp apart). scales, key: shared addresses of the lane's key's four scales and of its codes.
-    """
-    codes = ptx.load_shared(scales)
-    largest, smallest = spread_of(codes)
-    together = within_reach(largest, smallest)
-    offsets = offsets_from(codes, largest)
-    factor = factor_bits(largest)
-    kept = Uint32(NO_CODES)
-    some = Int32(0)
-    if Int32(cute.arch.vote_all_sync(together)) == Int32(0):
-        offsets, factor, apart = place_scales(codes, zero_blocks(key))
-        kept = Uint32(select(apart != Int32(0), codes, Uint32(NO_CODES)))
-        some = Int32(cute.arch.vote_any_sync(apart != Int32(0)))
-    return swap_quad(offsets, swaps), factor, kept, some
-
-
-def swap_selectors(lane: Int32) -> tuple[Uint32, Uint32]:
-    """What a lane picks in the two steps of `swap_quad`."""
-    odd = (lane & Int32(1)) != Int32(0)
-    upper = (lane & Int32(2)) != Int32(0)
-    return Uint32(select(odd, Uint32(0x3715), Uint32(0x6240))), Uint32(select(upper, Uint32(0x3276), Uint32(0x5410)))
-
-
-def swap_quad(word: Uint32, swaps: tuple[Uint32, Uint32]) -> Uint32:
-    """Four bytes across the four lanes of a quad: byte i of lane c becomes byte c of lane i."""
-    for distance, selector in zip((1, 2), swaps, strict=True):
-        other = Uint32(cute.arch.shuffle_sync_bfly(word, distance))
-        word = ptx.byte_perm(word, other, selector)
-    return word
+        return mend_sums(kernel, self, sums, chunk, page, query_stage, lane)
 
 
 @cute.jit
 def widen_keys(
-    words: cute.Tensor, keys: Uint32, table: Uint32, offsets: Uint32, fixed: Any, page: cutlass.Constexpr[int]
+    words: cute.Tensor, keys: Uint32, table: Uint32, offsets: Any, fixed: Any, page: cutlass.Constexpr[int]
 ) -> None:
     """A thread's part of a page, rows `row` and `row + 8`, into operand registers.
 
@@ -152,8 +128,7 @@ def widen_keys(
     """
     for r in cutlass.range_constexpr(2):
         four = ptx.load_shared_v4(keys + Uint32(8 * KEY_BYTES * r))
-        offset = ptx.byte_perm(offsets, Uint32(0), Uint32(0x4440 | (2 * page + r)))
-        low, high = packed.load_shared_v2(table + offset)
+        low, high = packed.load_shared_v2(table + offsets[2 * page + r])
         for s in cutlass.range_constexpr(STEPS):
             words[4 * s + r], words[4 * s + 2 + r] = widen_word(four[s], low, high, fixed)
 

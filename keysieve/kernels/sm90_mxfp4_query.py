@@ -36,7 +36,7 @@ def write_table(table: Uint32) -> None:
 
 def rounds_at_once(config: Any) -> int:
     """How often eight columns are loaded before the first are widened: a divisor, and few where that would spill."""
-    most = 4 if config.columns <= 64 and config.next_n <= 4 else 2
+    most = 4 if config.columns < 64 else 2 if config.columns < 128 else 1
     return next(n for n in range(most, 0, -1) if config.columns % (TOGETHER * n) == 0)
 
 

@@ -39,7 +39,8 @@ def test_instructions(config: ScoreConfig) -> None:
     products = [int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k32\.f32\.e4m3\.e4m3", built.ptx)]
     chunks = chunks_of(config, shape_of(config))
     assert sorted(products) == sorted(config.heads * rows for _, rows in chunks for _ in range(2 * 4))
-    assert built.facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2
+    assert built.facts.count(r"cp\.async\.bulk\.shared::cluster\.global") == 1, "a copy a lane"
+    assert built.facts.count(r"cp\.async\.bulk\.tensor") == 0
     assert "ftz" not in built.ptx, "factors and logits may be subnormal"
     assert "C7512" not in built.notes
     assert built.facts.count(r"mma\.sync\.aligned\.m16n8k32") == 4 * 2 * len(chunks), "apart: a page of a chunk each"

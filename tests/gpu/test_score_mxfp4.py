@@ -8,6 +8,7 @@ import score_cases as sc
 import torch
 from harness import cases
 from test_score import ragged, same_rows
+from test_score_small import test_small as small
 
 import keysieve as ks
 from keysieve.testing.inject import inject_keys, probe_query
@@ -169,3 +170,34 @@ def test_far_neighbours(device: torch.device, case: tuple[int, int]) -> None:
         before = want[t]
         if row is not None and before is not None and not bool(rows[t]):
             assert torch.equal(row, before), f"row {t}: another row of its request changed it"
+
+
+@cases(
+    (32, 1, "compact", "mxfp4", "float32"),
+    (8, 2, "pitched", "mxfp4", "bfloat16"),
+    (32, 2, "compact", "mxfp4", "float32"),
+    (64, 1, "pitched", "mxfp4", "float32"),
+    (16, 4, "compact", "mxfp4", "float32"),
+    (32, 4, "compact", "mxfp4", "float32"),
+    (64, 2, "compact", "mxfp4", "float32"),
+    (32, 8, "pitched", "mxfp4", "float32"),
+    (64, 8, "compact", "mxfp4", "float32"),
+)
+def test_small_mxfp4(device: torch.device, case: tuple[int, int, str, str, str]) -> None:
+    """As `test_score_small`, for every cut of this kernel: small enough for memcheck and racecheck."""
+    small(device, case)
+
+
+@cases((8, 1), (32, 2))
+def test_many_short_requests(device: torch.device, case: tuple[int, int]) -> None:
+    """Each tile is another request's, more than are ordered ahead: any number of blocks gives the same bits."""
+    heads, next_n = case
+    for requests, longest in ((3, 130), (40, 128), (300, 200)):
+        lengths = [1 + (37 * t + t // 11) % longest for t in range(requests * next_n)]
+        p = sc.problem(device, sc.config_of(heads, next_n, "compact", "mxfp4"), lengths, seed=38)
+        first = sc.run(p, blocks=1)
+        assert first.flag == 0
+        sc.assert_frame(p, first)
+        sc.assert_within_bound(p, first)
+        for blocks in (2, 7, 132):
+            assert torch.equal(sc.run(p, blocks=blocks).logits, first.logits), f"{requests} requests, {blocks} blocks"

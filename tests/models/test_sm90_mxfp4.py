@@ -17,7 +17,9 @@ from keysieve.kernels import sm90_mxfp4_apart as apart
 from keysieve.kernels import sm90_mxfp4_math as wide
 from keysieve.kernels import sm90_mxfp4_query as queries
 from keysieve.kernels import sm90_mxfp4_scales as scales
-from keysieve.kernels.sm90_mxfp4_config import KERNEL, REACH, TOP
+from keysieve.kernels import sm90_mxfp4_send as send
+from keysieve.kernels.score_cut import ORDERS
+from keysieve.kernels.sm90_mxfp4_config import KERNEL, REACH, TOP, shape_of
 
 E2M1 = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 
@@ -162,7 +164,7 @@ def test_the_reach_is_fourteen_and_zero_blocks_may_lie_beyond() -> None:
 
 
 def test_shortcut_gives_what_the_whole_rule_gives() -> None:
-    """Without a look at the codes where all four scales are near: `tile_scales` before its vote."""
+    """Without a look at the codes where all four scales are near: `place_page` before its vote."""
     draw = random.Random(3)
     taken = 0
     for _ in range(3000):
@@ -180,15 +182,48 @@ def test_shortcut_gives_what_the_whole_rule_gives() -> None:
     assert taken > 500
 
 
-def test_quad_exchange() -> None:
-    """Byte i of lane c becomes byte c of lane i; the four lanes run in step."""
-    words = [Word(sum((16 * lane + byte) << 8 * byte for byte in range(4))) for lane in range(4)]
-    selectors = [wide.swap_selectors(lane) for lane in map(Word, range(4))]
-    for step, distance in enumerate((1, 2)):
-        others = [words[lane ^ distance] for lane in range(4)]
-        words = [byte_perm(words[lane], others[lane], selectors[lane][step]) for lane in range(4)]
-    for lane in range(4):
-        assert [int(words[lane]) >> 8 * i & 255 for i in range(4)] == [16 * i + lane for i in range(4)]
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's lane sets as integers."""
+    monkeypatch.setattr(send, "Uint32", Word)
+    monkeypatch.setattr(send, "Int32", int)
+    monkeypatch.setattr(send.cute.arch, "popc", lambda word: int(word).bit_count())
+
+
+def test_tiles_that_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have room without a gap; a tile has room when both its lanes have seen it."""
+    counted(monkeypatch)
+    draw = random.Random(4)
+    for _ in range(2000):
+        lanes = [draw.random() < draw.choice((0.5, 0.9, 1.0)) for _ in range(2 * send.AT_ONCE)]
+        pairs = [lanes[2 * i] and lanes[2 * i + 1] for i in range(send.AT_ONCE)]
+        want = pairs.index(False) if False in pairs else len(pairs)
+        assert send.tiles_in_a_row(Word(sum(lane << i for i, lane in enumerate(lanes)))) == want
+
+
+def test_requests_are_numbered_and_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch)
+    draw = random.Random(5)
+    for _ in range(500):
+        requests = list(itertools.accumulate(draw.choice((0, 0, 1, 3)) for _ in range(16)))
+        current = draw.choice((-1, requests[0]))
+        begins = [request != before for before, request in zip([current, *requests], requests, strict=False)]
+        firsts = Word(sum(begin << 2 * i for i, begin in enumerate(begins)))
+        for lane in range(32):
+            want = 7 + sum(begins[: lane // 2 + 1])
+            assert send.number_of(7, firsts, Word(lane)) == want
+        seen = []
+        while firsts:
+            seen.append(send.lowest_lane(firsts))
+            firsts = send.without_lowest(firsts)
+        assert seen == [2 * i for i, begin in enumerate(begins) if begin]
+
+
+def test_queries_are_never_ordered_further_ahead_than_their_ring_holds() -> None:
+    """A window's requests are ordered before its first tile is sent, whose predecessors' queries consumers may hold."""
+    for config in KERNEL.admitted("sm_90a"):
+        shape = shape_of(config)
+        taken = shape.query_stages - shape.groups  # behind the first tile's request: the last one the query warp begins
+        assert ORDERS + taken + 1 >= send.AT_ONCE, config
 
 
 def test_powers() -> None:
