@@ -18,6 +18,9 @@ from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 ABSENT = 0x7FFF
 """Raw bits of a key that does not exist: a NaN, so that it never is a maximum; masked before it could be a key."""
 
+NAN_BITS = 0xFFC0
+"""The bits of every NaN in a row of keysieve's own."""
+
 
 @cute.jit
 def is_whole(group: Int32, head: Int32, end: Int32) -> Any:
@@ -81,25 +84,25 @@ def show_edge(
 
 @cute.jit
 def settle_nans(high: Uint32, words: Any, bits: cutlass.Constexpr[int], thread: Int32) -> Any:
-    """After all keys were counted by their upper `bits` bits at `high`: NaNs, which `key16x2_fast` took for the largest
-    of all keys, become what they are, in the registers and in the histogram. Nothing else falls into the last bin, so
-    rows without NaNs pay for one look at it. Begins with a block barrier; another must follow before the bins are read.
+    """After all numbers were counted by their upper `bits` bits at `high`: NaNs, which `settle_bf16x2` made larger than
+    any number, become what they are, in the registers and in the histogram. Nothing else falls into their bin, so rows
+    without NaNs pay for one look at it. Begins with a block barrier; another must follow before the bins are read.
     """
-    last = high + Uint32((4 << bits) - 4)
+    last = high + Uint32(4 * (ABSENT >> (16 - bits)))
     cute.arch.sync_threads()
     nans = ptx.load_shared(last)
     if nans != Uint32(0):
         for index in cutlass.range_constexpr(len(words)):
             low = keys.low16(words[index])
             upper = keys.high16(words[index])
-            if low == Uint32(packed.KEY16_NAN_PLUS):
-                low = Uint32(packed.KEY16_NAN)
-            if upper == Uint32(packed.KEY16_NAN_PLUS):
-                upper = Uint32(packed.KEY16_NAN)
+            if low == Uint32(ABSENT):
+                low = Uint32(NAN_BITS)
+            if upper == Uint32(ABSENT):
+                upper = Uint32(NAN_BITS)
             words[index] = keys.pack16(low, upper)
         cute.arch.sync_threads()  # everybody has looked
         if thread == Int32(0):
-            place = high + Uint32(4 * (packed.KEY16_NAN >> (16 - bits)))
+            place = high + Uint32(4 * (NAN_BITS >> (16 - bits)))
             ptx.store_shared(place, ptx.load_shared(place) + nans)
             ptx.store_shared(last, Uint32(0))
     return words

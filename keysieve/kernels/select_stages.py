@@ -14,6 +14,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import select_foreign as foreign
+from keysieve.kernels import select_numbers as numbers
 from keysieve.kernels import select_steps as steps
 from keysieve.kernels import select_stream as stream
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
@@ -135,8 +136,8 @@ def settle_keys(
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
 ) -> Any:
-    """key16 of this thread's vectors from what `issue_loads` returned, 0 where no key is; of foreign NaNs the largest
-    number, for `settle_nans` to find."""
+    """This thread's numbers from what `issue_loads` returned: BF16 bits, all ones where no key is; in place of foreign
+    NaNs what is larger than any number, for `settle_nans` to find."""
     rounds = rounds_of(count, config)
     index = first_index(rounds, thread)
     if cutlass.const_expr(not config.maxima):
@@ -147,20 +148,17 @@ def settle_keys(
     for step in cutlass.range_constexpr(VECTORS):
         if has_round(step, index, count, rounds, thread):
             whole = foreign.is_whole(groups[step], head, end)
-            if cutlass.const_expr(config.maxima):
-                for word in cutlass.range_constexpr(4):
-                    words[4 * step + word] = packed.key16x2_fast(words[4 * step + word])
-            else:
+            if cutlass.const_expr(not config.maxima):
                 if groups[step] >= Int32(0) and not whole:
                     loaded = foreign.edge_words(base, groups[step], config)
                     for word in cutlass.range_constexpr(4):
                         words[4 * step + word] = loaded[word]
                 for word in cutlass.range_constexpr(4):  # NaNs are left to `settle_nans`
-                    words[4 * step + word] = packed.key16x2_fast(packed.settle_bf16x2(words[4 * step + word]))
+                    words[4 * step + word] = packed.settle_bf16x2(words[4 * step + word])
             if not whole:  # an edge group, or none
                 for word in cutlass.range_constexpr(4):
                     inside = packed.inside_mask(groups[step] * Int32(8) + Int32(2 * word), head, end)
-                    words[4 * step + word] = words[4 * step + word] & inside
+                    words[4 * step + word] = words[4 * step + word] | (inside ^ Uint32(0xFFFFFFFF))
     return words
 
 
@@ -194,12 +192,12 @@ def find_keys(
     for step in cutlass.range_constexpr(VECTORS):
         if has_round(step, first, count, rounds, thread):
             steps.count_low(
-                base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane, config.high_bits(1)
+                base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane, config.high_bits(1), 1
             )
     low, need, slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 1)
     steps.mark(base, thread, 9, config)
     threshold = (digit << Uint32(16 - bits)) | low
-    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
+    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config, 1)
     g_before, e_before, g_warp, e_warp = steps.lane_offsets(g, e)
     g_base, e_base, g_all, e_all = steps.warp_offsets(
         base + Uint32(shared.sums[1]), g_warp, e_warp, thread, config.warps
@@ -222,6 +220,7 @@ def masks_in_order(
     rounds: Int32,
     thread: Int32,
     config: cutlass.Constexpr[SelectConfig],
+    stage: cutlass.Constexpr[int],
 ) -> Any:
     """(mask of keys above the threshold, mask of keys equal to it, index of bit 0): per lane a run of neighbouring
     indices, lanes in index order."""
@@ -229,9 +228,21 @@ def masks_in_order(
     first = first_index(rounds, thread)
     greater = [Uint32(0) for _ in range(VECTORS)]
     equal = [Uint32(0) for _ in range(VECTORS)]
-    for step in cutlass.range_constexpr(VECTORS):
-        if has_round(step, first, count, rounds, thread):
-            greater[step], equal[step] = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
+    if cutlass.const_expr(stage == 0):
+        for step in cutlass.range_constexpr(VECTORS):
+            if has_round(step, first, count, rounds, thread):
+                greater[step], equal[step] = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
+    else:
+        if threshold > Uint32(packed.KEY16_NAN):
+            bits = numbers.bits_of(threshold)
+            for step in cutlass.range_constexpr(VECTORS):
+                if has_round(step, first, count, rounds, thread):
+                    greater[step], equal[step] = numbers.number_masks(words[4 * step : 4 * step + 4], bits)
+        else:  # NaNs are wanted, which no comparison of numbers finds
+            for step in cutlass.range_constexpr(VECTORS):
+                if has_round(step, first, count, rounds, thread):
+                    its = [packed.key16x2_fast(word) for word in words[4 * step : 4 * step + 4]]
+                    greater[step], equal[step] = packed.masks_x8(its, threshold)
     g = greater[0]
     e = equal[0]
     unit = first * Int32(8)
@@ -372,14 +383,14 @@ def find_groups(
     if exact:
         for step in cutlass.range_constexpr(held):
             if has_round(step, first, count, rounds, thread):
-                steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane, bits)
+                steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane, bits, 0)
         for step in cutlass.range(held, rounds, unroll=1):
             more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
-            steps.count_low(low_bins, more, digit, lane, bits)
+            steps.count_low(low_bins, more, digit, lane, bits, 0)
         low, need, _slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 0)
         threshold = (digit << Uint32(16 - bits)) | low
     steps.mark(base, thread, 4, config)
-    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config)
+    g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config, 0)
     g_before, e_before, g_held, e_held = steps.lane_offsets(g, e)
     g_more = Int32(0)
     e_more = Int32(0)

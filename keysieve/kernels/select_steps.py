@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import exchange_cluster, packed, ptx, scan
+from keysieve.kernels import select_numbers as numbers
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 EQUAL_LIMIT = 4096  # more equal keys than this in a warp are as good as this many: at most 4096 are taken
@@ -60,13 +61,15 @@ def count_high(base: Uint32, words: Any, bits: int) -> None:
         ptx.red_shared(((word >> Uint32(30 - bits)) & Uint32(mask)) | base, Uint32(1), "add")
 
 
-def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32, bits: int) -> None:
-    """Count, by their other bits, those of eight keys whose upper `bits` bits are `digit`. bits: 11 or 12.
+def count_low(base: Uint32, words: Any, digit: Uint32, lane: Int32, bits: int, stage: int) -> None:
+    """Count, by the other bits of key16, those of eight keys whose upper `bits` (11 or 12) bits of key16 are `digit`.
 
     Keys of other digits are counted too, in bins behind that nobody reads: no branch, and mostly a bin for each lane.
     All bins are below 64: shifted by 14, a word of two of them is 4 times the upper one.
     """
-    pattern = (digit << Uint32(16 - bits)) | (digit << Uint32(32 - bits))
+    pattern = (digit << Uint32(16 - bits)) * Uint32(0x10001)
+    if stage == 1:
+        pattern = pattern ^ numbers.flip(digit >= Uint32(1 << (bits - 1)))
     spare = (Uint32(lane) + Uint32(1 << (16 - bits))) * Uint32(0x10001)
     for word in words:
         # a half of the difference below 2 ** (16 - bits) is a hit, and its own lower bits
@@ -111,15 +114,6 @@ def find_high(
     return digit, above, my_above, inside
 
 
-def _bins(place: Uint32, count: int) -> list[Int32]:
-    """`count` (2, or a multiple of 4) neighbouring counters from shared memory, the last one first."""
-    if count == 2:
-        loaded = list(packed.load_shared_v2(place))
-    else:
-        loaded = [word for index in range(count // 4) for word in ptx.load_shared_v4(place + Uint32(16 * index))]
-    return [Int32(word) for word in reversed(loaded)]
-
-
 @cute.jit
 def find_high_alone(
     base: Uint32,
@@ -137,7 +131,11 @@ def find_high_alone(
     sums = base + Uint32(shared.chunks[stage])
     cute.arch.sync_threads()
     place = base + Uint32(shared.high[stage] + (4 << bits) - 4 * each) - Uint32(thread) * Uint32(4 * each)
-    bins = _bins(place, each)
+    bins = []
+    if cutlass.const_expr(stage == 1):
+        bins = numbers.number_bins(base + Uint32(shared.high[stage]), thread, each, bits)
+    else:
+        bins = numbers.bins_at(place, each)
     mine = bins[0]
     for index in cutlass.range_constexpr(1, each):
         mine = mine + bins[index]
@@ -196,28 +194,49 @@ def find_high_shared(
             exchange_cluster.send_v4(slot, *totals, arrival, Uint32(lane))
     exchange_cluster.receive(arrival)
     behind = Uint32(31) - Uint32(lane)
+    if cutlass.const_expr(stage == 1):  # chunks of positive numbers, then those of negative ones
+        behind = Uint32(lane)
+        if lane < Int32(16):
+            behind = Uint32(15) - Uint32(lane)
     mine = Int32(ptx.load_shared(chunks + Uint32(rank) * Uint32(128) + behind * Uint32(4)))
     total = Int32(0)
     for peer in cutlass.range_constexpr(config.cluster):
         total = total + Int32(ptx.load_shared(chunks + Uint32(128 * peer) + behind * Uint32(4)))
     owner, above = pick_lane(total, want)
     chunk = Int32(31) - owner
-    place = histogram + Uint32(chunk) * Uint32(256) + (Uint32(248) - Uint32(lane) * Uint32(8))
-    my_lower, my_upper = packed.load_shared_v2(place)
+    source = chunk
+    within = Uint32(248) - Uint32(lane) * Uint32(8)
+    if cutlass.const_expr(stage == 1):
+        source = Int32(15) - owner
+        if owner >= Int32(16):  # bins of negative numbers ascend
+            source = owner
+            within = Uint32(lane) * Uint32(8)
+    source = histogram + Uint32(source) * Uint32(256)
+    my_lower, my_upper = packed.load_shared_v2(source + within)
+    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if owner >= Int32(16):
+            my_lower, my_upper = my_upper, my_lower
     bins = base + Uint32(shared.bins[stage])
     arrival = base + Uint32(shared.arrivals + 24 * stage + 8)
     if warp < Int32(config.cluster) and lane < Int32(16):
-        within = Uint32(lane) * Uint32(16)
-        four = ptx.load_shared_v4(histogram + Uint32(chunk) * Uint32(256) + within)
-        exchange_cluster.send_v4(bins + Uint32(rank) * Uint32(256) + within, *four, arrival, Uint32(warp))
+        quarter = Uint32(lane) * Uint32(16)
+        four = ptx.load_shared_v4(source + quarter)
+        exchange_cluster.send_v4(bins + Uint32(rank) * Uint32(256) + quarter, *four, arrival, Uint32(warp))
     exchange_cluster.receive(arrival)
-    bins = bins + (Uint32(248) - Uint32(lane) * Uint32(8))
+    within = Uint32(248) - Uint32(lane) * Uint32(8)
+    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if owner >= Int32(16):
+            within = Uint32(lane) * Uint32(8)
+    bins = base + Uint32(shared.bins[stage]) + within
     upper = Int32(0)
     lower = Int32(0)
     for peer in cutlass.range_constexpr(config.cluster):
         a, b = packed.load_shared_v2(bins + Uint32(256 * peer))
         lower = lower + Int32(a)
         upper = upper + Int32(b)
+    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if owner >= Int32(16):
+            lower, upper = upper, lower
     lane_found, before = pick_lane(upper + lower, want - above)
     above = above + before
     in_upper = Int32(cute.arch.shuffle_sync(upper, lane_found))

@@ -13,7 +13,9 @@ What the kernel relies on, and what the property tests of this module hold to a 
    position, and each of those holds a key that is preferred to it. So a long row is a selection among tops (an eighth
    of the data) followed by one among the keys of exactly K groups, and no list can overflow, whatever the number of
    equal keys.
-5. **Room.** Any larger set of groups serves as well if it contains those K. Where all groups whose tops share the K-th
+5. **Numbers.** Keys themselves stay BF16 bits: bins of negative numbers are read in the other direction, and the masks
+   of keys above and equal to the threshold come from comparing numbers (`find_high_of_numbers`, `number_masks`).
+6. **Room.** Any larger set of groups serves as well if it contains those K. Where all groups whose tops share the K-th
    top's first digit, or exceed it, fit the room there is, they are taken and the second digit is not looked for.
 """
 
@@ -52,23 +54,24 @@ def key16_of_bits(bits: Keys) -> Keys:
     return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.uint16)
 
 
-def fast_key16_of_bits(bits: Keys) -> Keys:
+def settled_bits(bits: Keys) -> Keys:
     """What the kernel has of arbitrary BF16 bits before it has looked for NaNs: `x * 1 + 0` turns -0 into +0 and every
-    NaN into 0x7FFF, the key16 of which is the largest number there is."""
+    NaN into 0x7FFF, which is larger than any number there is."""
     bits = np.where((bits & 0x7FFF) > 0x7F80, np.uint16(0x7FFF), bits)
-    bits = np.where(bits == 0x8000, np.uint16(0), bits)
-    return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.uint16)
+    return np.where(bits == 0x8000, 0, bits).astype(np.uint16)
 
 
-def settle_nans(keys: Keys, counts: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
-    """Keys of `fast_key16_of_bits` and their histogram by upper bits, with NaNs where they belong: whatever
-    is in the last bin is a NaN, so one look at that bin tells whether there is anything to do."""
-    if counts[-1] == 0:
-        return keys, counts
+def settle_nans(bits: Keys, counts: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
+    """`settled_bits` and their histogram by upper bits, with NaNs where they belong: whatever is in the bin of 0x7FFF
+    is a NaN, so one look at that bin tells whether there is anything to do."""
+    shift = 16 - HIGH_BITS
+    nans = counts[0x7FFF >> shift]
+    if nans == 0:
+        return bits, counts
     counts = counts.copy()
-    counts[NAN >> (16 - HIGH_BITS)] += counts[-1]
-    counts[-1] = 0
-    return np.where(keys == 0xFFFF, np.uint16(NAN), keys).astype(np.uint16), counts
+    counts[0xFFC0 >> shift] += nans
+    counts[0x7FFF >> shift] = 0
+    return np.where(bits == 0x7FFF, np.uint16(0xFFC0), bits).astype(np.uint16), counts
 
 
 def _crossing(counts: NDArray[np.int64], want: int) -> tuple[int, int]:
@@ -84,6 +87,42 @@ def find_high(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> tuple[int,
     counts = sum((np.bincount(part >> (16 - bits), minlength=bins) for part in parts), np.zeros(bins, np.int64))
     digit, above = _crossing(counts, want)
     return digit, above, int(counts[digit])
+
+
+def number_order(bits: int = HIGH_BITS) -> Indices:
+    """Bins of numbers by the upper `bits` bits of BF16, best first: positive ones from the largest down, then negative
+    ones from the smallest bits up. The bin at place i is that of the key16 digit `2 ** bits - 1 - i`."""
+    half = 1 << (bits - 1)
+    return np.concatenate([np.arange(half)[::-1], np.arange(half, 2 * half)])
+
+
+def find_high_of_numbers(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> tuple[int, int, int]:
+    """`find_high` of keys that stay BF16 bits: the digit is that of their key16."""
+    bins = 1 << bits
+    counts = sum((np.bincount(part >> (16 - bits), minlength=bins) for part in parts), np.zeros(bins, np.int64))
+    ordered = counts[number_order(bits)]
+    place = int(np.argmax(np.cumsum(ordered) >= want))
+    return bins - 1 - place, int(ordered[:place].sum()), int(ordered[place])
+
+
+def low_of_numbers(part: Keys, digit: int, bits: int = HIGH_BITS) -> Keys:
+    """The other bits of key16 of those of `part`'s BF16 bits whose digit is `digit`: what is left of the difference
+    from the digit's own bits."""
+    flip = 0x8000 if digit >> (bits - 1) else 0xFFFF
+    rest = part ^ np.uint16((digit << (16 - bits)) ^ flip)
+    low: Keys = rest[rest < 1 << (16 - bits)]
+    return low
+
+
+def number_masks(part: Keys, key: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(above, equal) by comparing BF16 numbers with the one whose key16 is `key`; of NaNs by their key16."""
+    if key <= NAN:
+        keys = key16_of_bits(part)
+        return keys > key, keys == key
+    wanted = np.uint16(key ^ (0x8000 if key >= 0x8000 else 0xFFFF))
+    numbers = (part.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return numbers > np.uint32(int(wanted) << 16).view(np.float32), part == wanted
 
 
 def find_threshold(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> Threshold:

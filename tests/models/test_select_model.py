@@ -122,11 +122,26 @@ SPECIAL_BITS = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0xFFC0, 0x7FFF, 0xFFFF, 
 def test_nans_are_settled_after_counting(bits: list[int]) -> None:
     words = np.array(bits, np.uint16)
     shift = 16 - model.HIGH_BITS
-    raw, wanted = model.fast_key16_of_bits(words), model.key16_of_bits(words)
-    count = lambda keys: np.bincount(keys >> shift, minlength=1 << model.HIGH_BITS)  # noqa: E731  # used twice, below
-    keys, counts = model.settle_nans(raw, count(raw))
-    assert keys.tolist() == wanted.tolist()
-    assert counts.tolist() == count(wanted).tolist()
+    raw, wanted = model.settled_bits(words), model.key16_of_bits(words)
+    count = lambda some: np.bincount(some >> shift, minlength=1 << model.HIGH_BITS)  # noqa: E731  # used twice, below
+    numbers, counts = model.settle_nans(raw, count(raw))
+    assert model.key16_of_bits(numbers).tolist() == wanted.tolist()
+    assert counts.tolist() == count(numbers).tolist()
+    assert counts[model.number_order()][::-1].tolist() == count(wanted).tolist()
+
+
+@given(rows(), st.integers(0, 2**32 - 1))
+def test_numbers_give_what_their_keys_give(keys: np.ndarray, seed: int) -> None:
+    keys = model.key16_of_bits(keys ^ np.uint16(0x8000))  # of a row of keysieve's own: one NaN, no -0
+    bits = np.where(keys & 0x8000, keys ^ 0x8000, keys ^ 0xFFFF).astype(np.uint16)
+    want = int(np.random.default_rng(seed).integers(1, len(keys) + 1))
+    digit, above, inside = model.find_high([keys], want)
+    assert model.find_high_of_numbers([bits], want) == (digit, above, inside)
+    assert np.array_equal(model.low_of_numbers(bits, digit), keys[keys >> 5 == digit] & 31)
+    threshold = model.find_threshold([keys], want).key
+    higher, equal = model.number_masks(bits, threshold)
+    assert np.array_equal(higher, keys > threshold)
+    assert np.array_equal(equal, keys == threshold)
 
 
 def test_row_starts_of_the_compact_layout() -> None:
