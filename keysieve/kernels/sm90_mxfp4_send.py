@@ -17,9 +17,9 @@ from keysieve.kernels import score_trace
 from keysieve.kernels.sm90_score_feed import order_queries
 from keysieve.kernels.sm90_score_load import BAD_PAGE, PAGES_PER_TILE, scale_words, spoil_scales
 
-AT_ONCE = 8
-"""Most tiles sent together. Their requests are ordered first: the orders' ring takes that many while consumers hold
-back the oldest query stage for a tile that is not sent yet."""
+AT_ONCE = 3
+"""Most tiles sent together: with the whole ring at once the loads of queries and page ids come late. The tiles' requests
+are ordered first, and the orders' ring takes that many while consumers hold the oldest queries for the first of them."""
 
 EVEN_LANES = 0x55555555
 
