@@ -58,7 +58,7 @@ class LocalTopk:
         self._launch: dict[tuple[int, int, int] | None, Callable[..., None]] = {}
         shapes: set[tuple[int, int, int] | None] = {None}
         if config is None and push and keys and sms:
-            shapes = {shape_for(rows, keys, sms) for rows in range(1, sms + 2)}
+            shapes = {shape_for(rows, keys, sms, n) for rows in range(1, sms + 2)}
         elif config is not None and not config.longer:
             self._keys = config.keys
         for shape in sorted(shapes, key=str):
@@ -157,7 +157,7 @@ class LocalTopk:
         limit, local_limit = limits
         if self._keys:
             local_limit = min(local_limit, self._keys)
-        shape = shape_for(rows, self._keys, self._sms) if len(self._launch) > 1 else next(iter(self._launch))
+        shape = shape_for(rows, self._keys, self._sms, self.n) if len(self._launch) > 1 else next(iter(self._launch))
         self._launch[shape](
             logits.data_ptr(),
             _pitch(logits),

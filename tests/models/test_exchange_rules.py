@@ -48,7 +48,7 @@ def test_long_lists_are_read_again() -> None:
 def test_rows_are_shared_while_blocks_leave_room(keys: int) -> None:
     before = max(cluster for cluster, _, _ in SHAPES)
     for rows in range(1, 200):
-        shape = shape_for(rows, keys, 132)
+        shape = shape_for(rows, keys, 132, 352)
         if shape is None:
             before = 1
             continue
@@ -62,8 +62,18 @@ def test_rows_are_shared_while_blocks_leave_room(keys: int) -> None:
 
 
 def test_blocks_of_a_row() -> None:
-    assert shape_for(1, 4096, 132) == (1, 512, 2)
-    assert [shape_for(rows, 16_384, 132)[0] for rows in (1, 8, 24, 25, 64, 66, 67, 128)] == [4, 4, 4, 2, 2, 2, 1, 1]
-    assert [shape_for(rows, 65_536, 132)[0] for rows in (1, 12, 13, 25)] == [8, 8, 4, 2]
-    assert shape_for(67, 65_536, 132) is None
-    assert shape_for(1, 1 << 19, 132) is None
+    assert shape_for(1, 4096, 132, 1216) == (1, 512, 2)
+    assert [shape_for(rows, 16_384, 132, 1216)[0] for rows in (1, 8, 24, 25, 64, 66, 67, 128)] == [
+        4,
+        4,
+        4,
+        2,
+        2,
+        2,
+        1,
+        1,
+    ]
+    assert [shape_for(rows, 65_536, 132, 352)[0] for rows in (1, 12, 13, 25)] == [8, 8, 4, 2]
+    assert shape_for(25, 65_536, 132, 1216) is None
+    assert shape_for(67, 65_536, 132, 352) is None
+    assert shape_for(1, 1 << 19, 132, 352) is None
