@@ -62,18 +62,13 @@ def test_rows_are_shared_while_blocks_leave_room(keys: int) -> None:
 
 
 def test_blocks_of_a_row() -> None:
+    def blocks(rows: int, keys: int, n: int) -> int | None:
+        shape = shape_for(rows, keys, 132, n)
+        return None if shape is None else shape[0]
+
     assert shape_for(1, 4096, 132, 1216) == (1, 512, 2)
-    assert [shape_for(rows, 16_384, 132, 1216)[0] for rows in (1, 8, 24, 25, 64, 66, 67, 128)] == [
-        4,
-        4,
-        4,
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]
-    assert [shape_for(rows, 65_536, 132, 352)[0] for rows in (1, 12, 13, 25)] == [8, 8, 4, 2]
-    assert shape_for(25, 65_536, 132, 1216) is None
-    assert shape_for(67, 65_536, 132, 352) is None
-    assert shape_for(1, 1 << 19, 132, 352) is None
+    assert [blocks(rows, 16_384, 1216) for rows in (1, 24, 25, 66, 67, 128)] == [4, 4, 2, 2, 1, 1]
+    assert [blocks(rows, 65_536, 352) for rows in (1, 12, 13, 25, 67)] == [8, 8, 4, 2, None]
+    assert blocks(25, 65_536, 1216) is None
+    assert blocks(1, 1 << 19, 352) is None
+
