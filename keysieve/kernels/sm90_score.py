@@ -92,6 +92,9 @@ class Shared:
 class ScoreKernel(Frame):
     """The scorer of one configuration; `entry` is what is compiled and called."""
 
+    sends_alike = True
+    """Its key warp sends batches of one request in a loop of their own, see `sm90_score_send`."""
+
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
         self.config = config
         self.shape = shape_of(config) if shape is None else shape

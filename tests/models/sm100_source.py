@@ -386,6 +386,7 @@ PRODUCERS = (
     ("schedule.py", None),
     ("schedule_homes.py", None),
     ("sm90_score_load.py", None),
+    ("sm90_score_send.py", None),
     ("sm90_score_feed.py", None),
 )
 METHODS = ("copy_page", "scale_words", "put_weights")
