@@ -18,7 +18,7 @@ from keysieve.kernels.sm90_score_feed import order_queries
 from keysieve.kernels.sm90_score_load import BAD_PAGE, PAGES_PER_TILE, scale_words, spoil_scales
 
 AT_ONCE = 3
-"""Most tiles sent together: behind a whole ring at once the loads of queries and page ids come late. The tiles' requests
+"""Most tiles sent together: behind a whole ring at once the loads of queries and page ids are late. The tiles' requests
 are ordered first, and their ring takes that many while consumers hold the oldest queries for the first of them."""
 
 EVEN_LANES = 0x55555555
