@@ -93,13 +93,14 @@ def test_instructions(config: ScoreConfig) -> None:
     assert facts.count(r"griddepcontrol\.wait$") == 1
     assert facts.count(r"griddepcontrol\.launch_dependents$") == 1
     products = [int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k32\.f32\.e4m3\.e4m3", built.ptx)]
+    pages = 2 * 2  # of a tile, in the loop for a request's tiles and in the other
     if shape.by_rows:
         wanted = [shape.chunk_columns] * (2 * 4 * (config.columns // shape.chunk_columns))
-        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2
+        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == pages
         assert facts.count(r"cp\.async\.bulk\.tensor\.4d") == config.columns // CHUNK
     else:
         wanted = [config.heads * rows for _, rows in chunks_of(config, shape) for _ in range(2 * 4)]
-        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == 2 + config.next_n
+        assert facts.count(r"cp\.async\.bulk\.tensor\.3d") == pages + config.next_n
     assert sorted(products) == sorted(wanted), "two pages of every chunk, four instructions each"
     assert code.frame_bytes == 0
     assert -(-code.registers // 8) * 8 * shape.threads * shape.per_sm <= REGISTER_FILE, "blocks that shall share a chip"
