@@ -142,7 +142,10 @@ class Sm90Runner(StreamWorkspace):
         release = ", released early" if problem.early_release else ""
         self.path = f"score into compact logits, then select as its programmatic dependent{release}: two kernels"
         self._calls: Calls = []
-        self._kept = residency(self.index).rows
+        aside = residency(self.index)
+        self._kept = aside.rows
+        # Where the application has set room aside for results they may as well stay until they are overwritten.
+        self._drop = aside.size <= aside.default
         limits = (problem.max_rows, problem.max_context, problem.spec.topk, self._blocks)
         scorer = backend.scorer(problem.spec)[0]
         # float32 weights are what fold_weights gives; bfloat16 is loaded when first met
@@ -215,6 +218,7 @@ class Sm90Runner(StreamWorkspace):
             flags=self._flags.word,
             release=self.plan.problem.early_release,
             chained=True,
+            drop=self._drop,
         )
         return self._calls
 

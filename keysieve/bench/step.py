@@ -36,6 +36,9 @@ from keysieve.residency import residency
 from keysieve.spec import FORMATS, PAGE
 
 K = 1024
+RELEASE = -4
+"""Place of the argument of select's entry whose bit 1 lets it drop what it has read."""
+
 CHAINED = -2
 """Place of the argument of select's entry that says whether it is a programmatic dependent."""
 
@@ -146,6 +149,7 @@ def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: in
         )
         assert select_args[CHAINED] == 1
         select_args[CHAINED] = 0
+        select_args[RELEASE] &= 1  # the logits are read again: they must not be dropped
         launches.append((score, score_args, select_, select_args))
     stream = torch._C._cuda_getCurrentRawStream
 

@@ -191,6 +191,13 @@ def prefetch_line(addr: Int64, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def discard_line(addr: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Drop the 128-byte line at a global address, a multiple of 128, from L2 without writing it to memory: its bytes
+    are undefined until they are written again."""
+    asm("discard.global.L2 [$0], 128;", "l", (), (addr,), loc=loc, ip=ip)
+
+
+@dsl_user_op
 def nano_sleep(ns: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """Yield the issue slot for about `ns` nanoseconds (0 to 1,000,000)."""
     asm("nanosleep.u32 $0;", "r", (), (ns,), loc=loc, ip=ip)

@@ -35,6 +35,9 @@ from keysieve.kernels import select_stages as stages
 from keysieve.kernels import select_steps as steps
 from keysieve.kernels.select_config import SelectConfig, SharedMap
 
+DROP_ROWS = 16384
+"""Tile rows (288 bytes of results each) above which dropping them from L2 is worth its instructions."""
+
 
 class Select:
     """The kernel for one configuration; `__call__` is the host entry that is compiled."""
@@ -83,12 +86,13 @@ class Select:
         `capacity` bytes a row, used by parts whose maxima exceed the registers only, or filled by the kernel in front.
         lens: int32 per row. limit: lengths above it make a row empty and raise a flag. table: int32 `[requests,
         blocks]` or 0 (rows are positions); row_request: int32 per row, the table row to use, or 0 (row // next_n). out,
-        positions: int32 `[rows, k]`; counts: int32 `[rows]`; flags: u32 word. release: 1 lets the next kernel of a
-        programmatic chain start early. scored (select): 0, or with starts = 0 the limit of lengths that the scorer
-        counted tiles with, which says besides that the lengths were complete before the kernel in front (that scorer)
-        started: they are then read before the grid dependency. overlap: 1 launches this kernel so that it may start
-        early. shared: bytes of shared memory a block is given, at least the configuration's; more than half of an SM's
-        keeps other blocks off the SM.
+        positions: int32 `[rows, k]`; counts: int32 `[rows]`; flags: u32 word. release: bit 0 lets the next kernel of
+        a programmatic chain start early; bit 1 says that logits and maxima are written before they are read again:
+        those of a large step are dropped from L2. scored (select): 0, or with starts = 0 the limit of lengths that the
+        scorer counted tiles with, which says besides that the lengths were complete before the kernel in front (that
+        scorer) started: they are then read before the grid dependency. overlap: 1 launches this kernel so that it may
+        start early. shared: bytes of shared memory a block is given, at least the configuration's; more than half of an
+        SM's keeps other blocks off the SM.
         """
         kind = "select" if self.config.maxima else "topk"
         self.kernel.set_name_prefix(f"{kind}_k{self.config.k_class}_c{self.config.cluster}_t{self.config.threads}")
@@ -266,6 +270,15 @@ class Select:
                 position = group * Int32(8) + (unit & Int32(7)) - head
                 places.write_one(base, slot + index, position, table_row, first_block, where, target, config)
             steps.mark(base, thread, 11, config)
+            if cutlass.const_expr(config.maxima):
+                blocks, _, _ = cute.arch.grid_dim()
+                many = blocks * (length >> Int32(7)) > Int32(DROP_ROWS * config.cluster)  # were all rows as long
+                if release & Int32(2) != Int32(0) and many:  # all of the block's loads came before its last barrier
+                    last = first + part
+                    if last > groups:
+                        last = groups
+                    places.drop_lines(address, Int64(first) * Int64(16), Int64(last) * Int64(16), thread, config)
+                    places.drop_lines(tops, Int64(first) * Int64(2), Int64(last) * Int64(2), thread, config)
 
 
 def _build(config: SelectConfig) -> tuple[Any, tuple[Any, ...]]:

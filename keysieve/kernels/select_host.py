@@ -138,6 +138,7 @@ class Selector:
         release: bool = False,
         chained: bool = False,
         scored: int = 0,
+        drop: bool = False,
     ) -> None:
         """Select from logits in the compact layout.
 
@@ -149,7 +150,8 @@ class Selector:
         flag word, bits as in `schedule`. release: let the next kernel of a programmatic chain start early. chained:
         launch as a programmatic dependent of the kernel before. scored: the limit the scorer had, where the kernel
         before is that scorer and seq_lens were complete before it started; they are then read while it runs, tiles are
-        counted from them, and `starts` is not read.
+        counted from them, and `starts` is not read. drop: logits and tops are a workspace that is written before it is
+        read again: those of a large step are dropped from L2 rather than written to memory, and are undefined after.
         """
         rows = seq_lens.numel()
         if rows == 0:
@@ -169,7 +171,7 @@ class Selector:
             rows,
             next_n,
             *self._outputs(limit, out, counts, positions, kv_table, kv_page, block_rows, row_request, flags),
-            int(release),
+            int(release) | 2 * int(drop),
             scored,
             int(chained),
             shared_for(config, rows, self.sms, chained),

@@ -55,8 +55,18 @@ def enter(release: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
     """Wait for the kernel in front, if that was not done at the start; then, if asked to, let the next one start."""
     if cutlass.const_expr(config.maxima or config.given):
         ptx.grid_wait()
-    if release != Int32(0):
+    if release & Int32(1) != Int32(0):
         ptx.grid_launch_dependents()
+
+
+@cute.jit
+def drop_lines(base: Int64, start: Int64, end: Int64, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
+    """Drop what has been read and nobody reads again: the whole lines of bytes [start, end) behind `base`, which would
+    otherwise be written to memory, between the keys that the next step reads."""
+    low = (base + start + Int64(127)) & Int64(-128)
+    lines = Int32((base + end - low) >> Int64(7))
+    for line in cutlass.range(thread, lines, config.threads, unroll=2):
+        ptx.discard_line(low + Int64(line) * Int64(128))
 
 
 # ---------------------------------------------------------------------------------------------- row geometry

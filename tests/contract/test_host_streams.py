@@ -13,6 +13,7 @@ from faked_gpu import CPU, SPEC, Device, Launch, arguments, build, call, moved
 import keysieve as ks
 from keysieve import IndexerSpec, gpu, sm90_step
 from keysieve.reference.topk import check_topk
+from keysieve.residency import residency
 
 
 @pytest.fixture
@@ -104,9 +105,21 @@ def test_early_release_reaches_the_selection_only(device: Device) -> None:
         assert ("early release" in repr(indexer)) == early
     small = [[a for a in args if a < 4096] for early in calls for _, args in calls[early]]
     assert small[0] == small[2]
-    # The entry ends with: release, the limit the scorer had, launched as a programmatic dependent, stream.
-    assert small[1][-4:] == [0, 384, 1, 0]
+    # The entry ends with: release (bit 1: results may be dropped), the limit the scorer had, launched as a programmatic
+    # dependent, stream.
+    assert small[1][-4:] == [2, 384, 1, 0]
     assert [x - y for x, y in zip(small[3], small[1], strict=True)] == [0] * (len(small[1]) - 4) + [1, 0, 0, 0]
+
+
+def test_results_stay_where_room_was_set_aside_for_them(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = residency(0)
+    for size, kept, release in ((aside.default, aside.rows, 2), (24 << 20, (24 << 20) * 7 // 8 // 288, 0)):
+        monkeypatch.setattr(aside, "size", size)
+        device.launched.clear()
+        call(build(), arguments())
+        (_, score), (_, select) = device.launched
+        assert score[11] == kept
+        assert select[-5] == release
 
 
 @pytest.mark.usefixtures("device")
