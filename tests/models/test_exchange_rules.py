@@ -71,3 +71,4 @@ def test_blocks_of_a_row() -> None:
     assert [blocks(rows, 65_536, 352) for rows in (1, 12, 13, 25, 67)] == [8, 8, 4, 2, None]
     assert blocks(25, 65_536, 1216) is None
     assert blocks(1, 1 << 19, 352) is None
+    assert [blocks(rows, 4096, 1216) for rows in (132, 133, 512)] == [1, None, None]
