@@ -38,7 +38,9 @@ def test_a_step_is_three_launches_with_the_call_s_site(device: Device) -> None:
     assert names == ["sm90_score", "local_push", "exchange_merge"]
     assert "layout_pitched" in device.launched[0][0]
     assert sharding_word(2, 0, 64, 768) in device.launched[0][1]
-    assert [numbers[-2] for _, numbers in device.launched] == [0, 1, 1], "the last two are chained to what is before"
+    # The last number of each is the stream; behind its chaining local top-N's shared memory comes first.
+    chained = [numbers[at] for (_, numbers), at in zip(device.launched, (-2, -3, -2), strict=True)]
+    assert chained == [0, 1, 1], "the last two are chained to what is before"
     first = list(device.launched)
     call(indexer, {**arguments(), "site": 9})
     changed = [
