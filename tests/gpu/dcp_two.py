@@ -235,9 +235,12 @@ def gathered(rank: int) -> None:
 def unreachable(rank: int) -> None:
     """Devices without peer access: the all-gather is taken by itself, its reason told, its keys the same."""
     del rank
+    dcp, kept = ks.dcp.Exchange(), torch.cuda.can_device_access_peer
     torch.cuda.can_device_access_peer = lambda *_: False
-    dcp = ks.dcp.Exchange()
-    one, whole = build(Geometry(2, lens=(9000, 2500, 0, 3000), distinct=200, heads=8), dcp)
+    try:
+        one, whole = build(Geometry(2, lens=(9000, 2500, 0, 3000), distinct=200, heads=8), dcp)
+    finally:
+        torch.cuda.can_device_access_peer = kept
     assert "no peer access" in (dcp.reason or ""), dcp.reason
     assert "all-gather" in one.indexer.path
     found = one.call(site=3)
