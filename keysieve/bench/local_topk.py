@@ -20,7 +20,7 @@ from keysieve.bench.places import require_file
 from keysieve.bench.score import Case, make_inputs
 from keysieve.checks import KeysieveError
 from keysieve.kernels import sm90_score_config, sm90_score_host
-from keysieve.kernels.local_topk_config import LocalTopkConfig, n_class_of, room_for
+from keysieve.kernels.local_topk_config import LocalTopkConfig, config_for, n_class_of, room_for, shape_for
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
 from keysieve.launch import Launcher
@@ -123,6 +123,14 @@ class Subject:
         self.logits.copy_((x - at).clamp_min(0))
 
 
+def blocks_of(shape: Shape, sms: int, config: LocalTopkConfig | None = None) -> dict[str, int]:
+    """Blocks of a row, threads of a block and vectors that one holds: of the kernel that is launched."""
+    if config is None:
+        chosen = shape_for(shape.rows, shape.keys, sms, shape.n)
+        config = config_for(shape.n, index_planes(shape.keys), True, chosen)
+    return {"blocks": config.cluster, "threads": config.threads, "held": config.held}
+
+
 def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) -> tuple[timing.Record, float]:
     """Gate, then times: a record of the chain's surplus, and the kernel's time alone on a plateau."""
     device = pool.device
@@ -142,8 +150,7 @@ def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) ->
         "chain_us": round(chain.us, 3),
         "own_launch_us": round(own.us, 3),
         "plateau_own_launch_us": round(plateau.us, 3),
-        "threads": subject.local.config.threads,
-        "held": subject.local.config.held,
+        **blocks_of(shape, torch.cuda.get_device_properties(device).multi_processor_count, config),
     }
     surplus = timing.Timing(
         chain.us - alone.us, chain.us_min - alone.us_max, chain.us_max - alone.us_min, chain.iterations, chain.replays,
