@@ -7,12 +7,14 @@ What exchange and merge add to a step of `rows` rows on W ranks, in microseconds
     added = push + merge + link
     push  = p0 + p1 * work                                  stores: one device (`dcp-virtual`), less keeping the words
     merge = m0 + m1 * work + m2 * pairs * W * later + m3 * W       polls, selection, output: one device, words in place
-    link  = l0 + bytes / bandwidth                          what devices add to that: latency, and bytes leaving one
+    link  = l0 + bytes / bandwidth                          what devices add: latency, and bytes leaving one at the end
 
-`pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `work` = pairs * W * rows,
-`later` = max(0, rows / SMs - 1): rows that wait for a multiprocessor. The link is fitted to two ranks on two devices
-(`dcp`), less what push and merge are by their fits, and to W ranks on two devices, half on each, less the same ranks on
-one (`dcp-virtual --only spread`), where `(W / 2)^2` lists of a row leave a device. In a group of W devices W - 1 do.
+`pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `work` = pairs * W * rows in
+hundred thousands, `later` = max(0, rows / SMs - 1): rows that wait for a multiprocessor. `bytes` are those of the last
+min(rows, SMs) rows: what was pushed before travels while kernels work. The link is fitted to rows that multiprocessors
+take at once: of two ranks on two devices (`dcp`), less what push and merge are by their fits, and of 2, 4 and 8 ranks
+on two devices, half on each, less the same ranks on one (`dcp-virtual --only spread`), where `(W / 2)^2` lists of a row
+leave a device. In a group of W devices W - 1 do.
 
 Coefficients are least squares; the merge's errors are relative. The error of an expectation is twice the root of the
 summed squares of what the three fits leave. A whole step on W devices is the step of one rank whose peers' words are
@@ -48,8 +50,8 @@ def pairs_of(world: int) -> int:
 
 
 def link_megabytes(world: int, rows: int) -> float:
-    """Megabytes that leave a rank."""
-    return rows * pairs_of(world) * 16 * (world - 1) / 1e6
+    """Megabytes that leave a rank with the last rows that multiprocessors take at once."""
+    return min(rows, SMS) * pairs_of(world) * 16 * (world - 1) / 1e6
 
 
 def work(world: int, rows: int) -> float:
@@ -140,9 +142,11 @@ def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
             measured[key] = line["us"]
     push = fit([(_push_work(*key), us) for key, us in pushes.items()], _push_work)
     merge = fit([(_merge_work(*key), us) for key, us in merges.items()], _merge_work, relative=True)
-    links: Points = [(_link_work(*k), us - push.at(*k) - merge.at(*k)) for k, us in measured.items()]
+    links: Points = [(_link_work(*k), us - push.at(*k) - merge.at(*k)) for k, us in measured.items() if k[1] <= SMS]
     for (world, rows), us in spread.items():
-        links.append(([1.0, rows * pairs_of(world) * 16 * (world // 2) ** 2 / 1e6], us))
+        lists = (world // 2) ** 2
+        if rows <= SMS and lists <= max(WORLDS):  # no rank of a group sends more
+            links.append(([1.0, rows * pairs_of(world) * 16 * lists / 1e6], us))
     return Model(push, merge, fit(links, _link_work), measured)
 
 
@@ -212,7 +216,9 @@ def draw(found: Model, records: list[dict[str, Any]], path: Path) -> None:
     for rows in (1, 64, 128, 512):
         expected = [found.added(w, rows) for w in WORLDS]
         error = [found.error(w, rows) for w in WORLDS]
-        drawn = left.errorbar(WORLDS, expected, yerr=error, marker="o", capsize=3, ls="--", label=f"{rows} rows")
+        drawn = left.errorbar(
+            WORLDS, expected, yerr=error, marker="o", capsize=3, ls="--", label=f"{rows} row" + "s" * (rows > 1)
+        )
         if (2, rows) in found.measured:
             left.plot([2], [found.measured[2, rows]], "s", color=drawn[0].get_color(), ms=9, mfc="none")
     left.axhline(8.0, color="grey", lw=0.8)
