@@ -234,6 +234,8 @@ class Select:
             if where[4] >= Int32(0):  # always; without a branch the assembler moves all of that behind the wait
                 places.enter(release, config)
             words = stages.issue_loads(origin, head, end, loading, config)
+            if cutlass.const_expr(not config.maxima):
+                cute.arch.sync_threads()  # all have cleared their bins; `select` knows that since it has lengths
             steps.mark(base, thread, 12, config)
             edge = Uint32(0)
             if cutlass.const_expr(not config.maxima):

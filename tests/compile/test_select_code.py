@@ -117,6 +117,19 @@ def test_no_block_reads_from_another_one(kernel: Kernel) -> None:
     assert changes == chunks + ["send", "wait"] * 6
 
 
+@pytest.mark.parametrize(("cluster", "given"), [(1, False), (8, False), (8, True)])
+def test_bins_are_clear_for_all_before_a_foreign_key_is_counted(cluster: int, given: bool) -> None:
+    """A barrier follows the first loads at once, before the ways part: whoever counts then, in whichever stage, knows
+    that every thread has cleared its bins. (Of `select` that is true since it has a row's length.)"""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
+    ptx = build(TOPK, SelectConfig(2048, cluster, 512, maxima=False, given=given), "sm_90a").ptx
+    loads = [match.end() for match in re.finditer(r"ld\.global\.L1::no_allocate", ptx)]
+    behind = ptx[loads[VECTORS - 1] :]
+    barrier = re.search(r"\bbar(rier)?(\.cta)?\.sync\b", behind)
+    assert barrier is not None
+    assert not re.search(r"\bbra\b|red\.shared", behind[: barrier.start()])
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_maxima_of_a_row_are_a_kernel_of_their_own(arch: str) -> None:
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
