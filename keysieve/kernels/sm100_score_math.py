@@ -25,7 +25,8 @@ from keysieve.device import keys, numerics, ptx, sync, tcgen05
 from keysieve.kernels import sm100_score_words as words
 from keysieve.kernels.score_cut import NO_REQUEST
 from keysieve.kernels.score_tiles import advance
-from keysieve.kernels.sm90_score_math import key_scale, next_tile, release, row_places
+from keysieve.kernels.sm90_score_math import key_scale, next_tile, row_places
+from keysieve.kernels.sm90_score_products import release
 from keysieve.kernels.sm90_score_store import logit_word
 from keysieve.kernels.sm100_score_config import (
     GROUPS,
