@@ -58,9 +58,8 @@ class DriverDevice:
     def _call(self, name: str, *args: Any) -> int:
         if not torch.cuda.is_available():
             return NO_DEVICE
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with torch.cuda.device(self._index):
-            torch.cuda.current_stream(self._index)
+            torch.cuda.mem_get_info(self._index)  # the runtime binds the device's context to this thread, if none is
             return int(getattr(ctypes.CDLL("libcuda.so.1"), name)(*args))
 
     def limit(self) -> int:
@@ -97,17 +96,17 @@ class Residency:
         """Tile rows (see `ROW_BYTES`) whose results L2 is asked to keep."""
         return int(self.size * USABLE) // ROW_BYTES
 
-    def keep(self, size: int) -> int:
-        """Set aside `size` bytes, 0: what it was at first; returns what it was before."""
+    def keep(self, size: int, asked: str = "megabytes") -> int:
+        """Set aside `size` bytes, 0: what it was at first; returns what it was before. asked: who named the size."""
         before, most = self.size, self._device.most()
         if size > most:
             remedy = "Ask for less; without MIG, and under MPS only by its own settings, a device sets L2 aside."
-            refuse("megabytes", got=f"{size / MEGABYTE:g}", accepted=f"at most {most / MEGABYTE:g} here", remedy=remedy)
+            refuse(asked, got=f"{size / MEGABYTE:g}", accepted=f"at most {most / MEGABYTE:g} here", remedy=remedy)
         status = self._device.set_limit(size or self.default)
         if status:
             remedy = "Under MPS set CUDA_DEVICE_DEFAULT_PERSISTING_L2_CACHE_PERCENTAGE_LIMIT; else leave it as it is."
             got = f"driver status {status}"
-            raise UnsupportedError(message("megabytes", got=got, accepted="a device that allows it", remedy=remedy))
+            raise UnsupportedError(message(asked, got=got, accepted="a device that allows it", remedy=remedy))
         self._device.reset()  # what stayed under the old size would fill the new one
         self.size = self._device.limit()
         return before
@@ -123,7 +122,7 @@ def residency(index: int) -> Residency:
     found = Residency(DriverDevice(index))
     wanted = os.environ.get(KEEP_ENV)
     if wanted:
-        found.keep(int(_megabytes(KEEP_ENV, wanted) * MEGABYTE))
+        found.keep(_bytes(KEEP_ENV, wanted), KEEP_ENV)
     return found
 
 
@@ -133,7 +132,8 @@ def keep_results_in_l2(megabytes: float, device: torch.device | str | int | None
     Call it before a ``DecodeIndexer`` is built for the device: an indexer asks once how much its steps may keep. A step
     of R query rows over N keys each writes ``2.25 * R * N`` bytes of logits and maxima; what it keeps need not go to
     memory and back. The set-aside is a limit of the device's context: everything else in the process has that much
-    less of the cache, and data of others that is asked to stay shares it. Values follow from no heuristic; the
+    less of the cache, and data of others that is asked to stay shares it. It is heeded by steps on one GPU; ranks of a
+    context-parallel group and :func:`score` go by the driver's default. Values follow from no heuristic; the
     measurements page of the scorer has times by size. Results of any size are right under any setting.
 
     Args:
@@ -144,22 +144,37 @@ def keep_results_in_l2(megabytes: float, device: torch.device | str | int | None
         The size before, in MiB.
 
     Raises:
-        KeysieveError: negative, or more than the device allows (nothing where it is cut by MIG).
+        KeysieveError: no size, more than the device allows (nothing where it is cut by MIG), or no CUDA device.
         UnsupportedError: the driver refuses it, as it does under MPS.
     """
-    size = _megabytes("megabytes", megabytes)
-    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    if where.type != "cuda":
-        refuse("device", got=where, accepted="a CUDA device", remedy="Leave it out for the current one.")
-    index = torch.cuda.current_device() if where.index is None else where.index
-    return residency(index).keep(int(size * MEGABYTE)) / MEGABYTE
+    size = _bytes("megabytes", megabytes)
+    return residency(_index(device)).keep(size) / MEGABYTE
 
 
-def _megabytes(name: str, given: Any) -> float:
+def _index(device: Any) -> int:
+    """Which of the process's CUDA devices is meant."""
+    count = torch.cuda.device_count()
     try:
-        size = float(given)
-    except (TypeError, ValueError):
-        size = -1.0
-    if not 0 <= size < 1 << 20:
-        refuse(name, got=repr(given), accepted="a size in MiB, 0 or more", remedy="Name a size, or 0.")
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except (RuntimeError, TypeError):
+        where = torch.device("meta")
+    if where.type == "cuda" and count and where.index is None:
+        return torch.cuda.current_device()
+    if where.type != "cuda" or where.index is None or not 0 <= where.index < count:
+        accepted = f"a CUDA device, 0 to {count - 1}" if count else "a CUDA device, of which this process sees none"
+        got = "the current CUDA device" if device is None else device
+        refuse("device", got=got, accepted=accepted, remedy="Leave it out for the current one.")
+    return where.index
+
+
+def _bytes(name: str, given: Any) -> int:
+    try:
+        if isinstance(given, bool) or (isinstance(given, str) and name != KEEP_ENV):
+            raise TypeError  # numbers; text is what the environment has
+        size = int(float(given) * MEGABYTE)
+        whole = size > 0 or float(given) == 0
+    except (OverflowError, TypeError, ValueError):
+        size, whole = -1, False
+    if not whole or not 0 <= size < 1 << 40:
+        refuse(name, got=repr(given), accepted="a size in MiB, 0 or at least a byte", remedy="Name a size, or 0.")
     return size

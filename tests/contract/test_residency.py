@@ -36,6 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     device = Made(11_796_480, 39_321_600, step=1 << 16)
     found = r.Residency(device)
     monkeypatch.setattr(r, "residency", lambda _index: found)
+    monkeypatch.setattr(r.torch.cuda, "device_count", lambda: 1)
     return device
 
 
@@ -58,7 +59,7 @@ def test_a_larger_part_is_kept_and_given_back(made: Made) -> None:
     assert made.now == 11_796_480
 
 
-@pytest.mark.parametrize("given", [-1, float("nan"), 1 << 20, "much", None])
+@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), 1 << 20, 1e-7, "24", "much", True, None])
 def test_what_is_no_size_is_refused(made: Made, given: object) -> None:
     with pytest.raises(KeysieveError, match=r"megabytes.*a size in MiB"):
         r.keep_results_in_l2(given, 0)  # type: ignore[arg-type]
@@ -81,9 +82,18 @@ def test_a_driver_that_refuses_is_named(made: Made) -> None:
     assert r.residency(0).size == 11_796_480
 
 
-def test_another_kind_of_device_is_refused() -> None:
-    with pytest.raises(KeysieveError, match=r"device.*cpu.*a CUDA device"):
-        r.keep_results_in_l2(16, "cpu")
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("given", ["cpu", "cuda:1", 1, -1, 3.5, "what"])
+def test_what_is_no_device_of_this_process_is_refused(given: object) -> None:
+    with pytest.raises(KeysieveError, match=rf"device: got {given}; accepted: a CUDA device, 0 to 0"):
+        r.keep_results_in_l2(16, given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 0, "cuda", "cuda:0"])
+def test_a_process_without_devices_is_told(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setattr(r.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(KeysieveError, match="sees none"):
+        r.keep_results_in_l2(24, given)  # type: ignore[arg-type]
 
 
 def test_the_environment_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,12 @@ def test_the_environment_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert r.residency(5).size == 16 << 20
     assert r.residency(5) is r.residency(5)
     r.residency.cache_clear()
-    monkeypatch.setenv(r.KEEP_ENV, "lots")
-    with pytest.raises(KeysieveError, match=r.KEEP_ENV):
+    for wanted in ("lots", "1000"):  # no size; more than the device has
+        monkeypatch.setenv(r.KEEP_ENV, wanted)
+        with pytest.raises(KeysieveError, match=rf"{r.KEEP_ENV}: got '?{wanted}"):
+            r.residency(5)
+    device.status = 215
+    monkeypatch.setenv(r.KEEP_ENV, "16")
+    with pytest.raises(UnsupportedError, match=rf"{r.KEEP_ENV}: got driver status 215"):
         r.residency(5)
     r.residency.cache_clear()
