@@ -158,9 +158,9 @@ def _index(device: Any) -> int:
         where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     except (RuntimeError, TypeError):
         where = torch.device("meta")
-    if where.type == "cuda" and count and where.index is None:
+    if count and where == torch.device("cuda"):  # without an index
         return torch.cuda.current_device()
-    if where.type != "cuda" or where.index is None or not 0 <= where.index < count:
+    if where.type != "cuda" or not count or not 0 <= where.index < count:
         accepted = f"a CUDA device, 0 to {count - 1}" if count else "a CUDA device, of which this process sees none"
         got = "the current CUDA device" if device is None else device
         refuse("device", got=got, accepted=accepted, remedy="Leave it out for the current one.")
