@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from dcp_adverse import Holder, adverse  # noqa: E402
 from dcp_loops import Loop, Produced, Traffic, build, together  # noqa: E402
-from dcp_ranks import Geometry, Rank, hold_one, raised  # noqa: E402
+from dcp_ranks import Geometry, hold_one, raised  # noqa: E402
 from dcp_two_failing import FAILING  # noqa: E402
 
 import keysieve as ks  # noqa: E402
