@@ -14,7 +14,7 @@ import torch
 
 from keysieve.bench import timing
 from keysieve.bench.dcp_chain import Chain
-from keysieve.bench.dcp_virtual import LOCAL, chains_of, gate
+from keysieve.bench.dcp_virtual import chains_of, gate, merge_record
 from keysieve.bench.score import TOPK
 from keysieve.spec import default_topn
 
@@ -79,19 +79,12 @@ def measure(world: int, rows: int) -> timing.Record:
         taken.us - alone.us / 2, taken.us_min - alone.us_max / 2, taken.us_max - alone.us_min / 2, ITERATIONS,
         taken.replays, True,
     )  # fmt: skip
-    return timing.record(
-        "merge",
-        f"W{world} {rows} rows",
+    return merge_record(
+        world,
+        rows,
         link,
         both[0],
-        requests=rows,
-        keys=LOCAL * world,
-        heads=32,
-        topk=TOPK,
-        format="bf16 logits",
-        world=world,
-        exact=True,
-        extra={
+        {
             "topn": topn,
             "transport": "two devices",
             "virtual": "two devices",

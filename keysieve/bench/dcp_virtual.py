@@ -120,10 +120,29 @@ def measure(world: int, rows: int, device: torch.device, throughput: bool = Fals
         call.replays,
         call.cached,
     )
+    return merge_record(
+        world,
+        rows,
+        merged,
+        device,
+        {
+            "topn": topn,
+            "transport": "one device",
+            **({"kind": "throughput form"} if throughput else {}),
+            "offer_us": round(offer.us / world, 3),
+            "push_us": round(push.us / world, 3),
+        },
+    )
+
+
+def merge_record(
+    world: int, rows: int, taken: timing.Timing, device: torch.device, extra: dict[str, object]
+) -> timing.Record:
+    """The line of `rows` rows that `world` ranks merge, behind a green gate."""
     return timing.record(
         "merge",
         f"W{world} {rows} rows",
-        merged,
+        taken,
         device,
         requests=rows,
         keys=LOCAL * world,
@@ -132,13 +151,7 @@ def measure(world: int, rows: int, device: torch.device, throughput: bool = Fals
         format="bf16 logits",
         world=world,
         exact=True,
-        extra={
-            "topn": topn,
-            "transport": "one device",
-            **({"kind": "throughput form"} if throughput else {}),
-            "offer_us": round(offer.us / world, 3),
-            "push_us": round(push.us / world, 3),
-        },
+        extra=extra,
     )
 
 
