@@ -41,6 +41,7 @@ def test_a_step_is_three_launches_with_the_call_s_site(device: Device) -> None:
     # The last number of each is the stream; behind its chaining local top-N's shared memory comes first.
     chained = [numbers[at] for (_, numbers), at in zip(device.launched, (-2, -3, -2), strict=True)]
     assert chained == [0, 1, 1], "the last two are chained to what is before"
+    assert device.launched[1][1][-5] == 1, "lengths were complete before the scorer: they are read ahead of the wait"
     first = list(device.launched)
     call(indexer, {**arguments(), "site": 9})
     changed = [
@@ -114,8 +115,7 @@ def test_no_rows_launch_nothing(device: Device) -> None:
     assert not device.launched
 
 
-@pytest.mark.usefixtures("device")
-def test_a_replicated_cache_is_read_through_this_rank_s_pages() -> None:
+def test_a_replicated_cache_is_read_through_this_rank_s_pages(device: Device) -> None:
     _, (one, indexer) = ranks(sharded=False)
     given = arguments()
     given["index_table"] = torch.arange(2 * 12, dtype=torch.int32).view(2, 12) % 9
@@ -123,3 +123,5 @@ def test_a_replicated_cache_is_read_through_this_rank_s_pages() -> None:
     narrow = indexer._runner._shard._narrow
     assert narrow[:2, :6].tolist() == given["index_table"][:, 1::2].tolist()
     assert one.rank == 1
+    (push,) = (numbers for label, numbers in device.launched if label.startswith("local_push"))
+    assert push[-5] == push[-3] == 0, "what copies pages stands in between: nothing is read ahead of it"
