@@ -88,9 +88,9 @@ def ensure(kernel: Kernel, config: Any, arch: str, root: store.Store | None = No
 
 
 def _compile_into(cache: store.Store, kernel: Kernel, config: Any, arch: str, name: str, start: float) -> Outcome:
-    from keysieve.compile.build import build
+    from keysieve.compile.tracing import build_quickly
 
-    built = build(kernel, config, arch)
+    built = build_quickly(kernel, config, arch)
     described = {"symbol": built.symbol, "arch": arch, "form": built.form, "facts": asdict(built.facts)}
     facts = json.loads(json.dumps(described))  # as a later process will read them
     path = cache.put(name, built.form, built.image, facts)
