@@ -8,7 +8,7 @@ import torch
 
 KINDS = (
     "gaussian", "relu", "equal", "few", "bucket", "lowdigit", "specials", "ascending", "descending", "clustered",
-    "nan", "pairs", "exactk", "planted",
+    "nan", "pairs", "exactk", "planted", "far", "wide", "brink",
 )  # fmt: skip
 
 
@@ -53,6 +53,16 @@ def values(kind: str, rows: int, length: int, k: int, device: torch.device | str
         x = normal.abs() * -1
         for row in range(rows):
             x[row, torch.randperm(length, generator=g, device=device)[:k]] += 64
+    elif kind == "far":  # in one place fewer than k winners, octaves above all others
+        at = int(torch.randint(0, max(1, length - k), (1,), generator=g, device=device))
+        x[:, at : at + max(1, k // 3)] = 1e30
+    elif kind == "wide":  # every octave there is, both signs
+        x = normal.sign() * torch.exp2(250 * torch.rand(normal.shape, generator=g, device=device) - 125)
+    elif kind == "brink":  # few best keys; the threshold lies half a thousand, or a thousand, values below them
+        below = torch.randint(508, 515, normal.shape, generator=g, device=device)
+        bits = 0x4480 - below - 512 * (torch.arange(rows, device=device)[:, None] + seed) % 1024
+        bits[normal > 3.0] = 0x4480
+        return bits.to(torch.int16).view(torch.bfloat16)
     elif kind == "planted":  # few winners in the first percent
         x = normal * 0.01
         x[:, : max(1, length // 100)][:, :16] = 5

@@ -80,7 +80,11 @@ def run_select(
     assert int(out.flags[0]) == 0
 
 
-@cases(*[(kind, CLUSTERS[i % 4]) for i, kind in enumerate(KINDS)], *[(k, c) for k in ("relu", "few") for c in CLUSTERS])
+@cases(
+    *[(kind, CLUSTERS[i % 4]) for i, kind in enumerate(KINDS)],
+    *[(k, c) for k in ("relu", "few") for c in CLUSTERS],
+    *[(k, c) for k in ("far", "wide", "brink") for c in CLUSTERS[1:]],
+)
 def test_select_any_values_and_lengths(device: torch.device, case: tuple[str, int]) -> None:
     run_select(device, case[0], K, LENGTHS, 1, case[1], counted=True)
 
@@ -121,7 +125,9 @@ def run_topk(
 
 
 @cases(
-    *[(kind, CLUSTERS[i % 4]) for i, kind in enumerate(KINDS)], *[(k, c) for k in ("specials", "nan") for c in CLUSTERS]
+    *[(kind, CLUSTERS[i % 4]) for i, kind in enumerate(KINDS)],
+    *[(k, c) for k in ("specials", "nan") for c in CLUSTERS],
+    *[(k, c) for k in ("far", "brink") for c in CLUSTERS[1:]],
 )
 def test_topk_any_values_and_lengths(device: torch.device, case: tuple[str, int]) -> None:
     for stride, at in ((0, 0), (1, 1), (3, 7)):
@@ -170,7 +176,7 @@ def test_topk_parts_beyond_the_registers(device: torch.device, case: int) -> Non
         run_select(device, kind, K, [1_000_003, 600_000, 200_000], 1, case, counted=True)
 
 
-@cases("gaussian", "relu", "equal", "few", "specials", "nan", "lowdigit")
+@cases("gaussian", "relu", "equal", "few", "specials", "nan", "lowdigit", "far", "wide", "brink")
 def test_topk_of_one_long_row(device: torch.device, case: str) -> None:
     """A row whose maxima a kernel of its own computes, on all SMs; the row may turn out short."""
     for longest, length, stride, at in (
