@@ -30,6 +30,16 @@ import keysieve as ks  # noqa: E402
 from keysieve.dcp.exchange_memory import ExchangeMemory  # noqa: E402
 
 
+def open_here(rebuild: Any, args: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """Another process's tensor, mapped by this process's device whichever device it lies on: the driver then opens the
+    way between the two. (By itself torch maps it by the other device, whose mappings our kernels cannot use.)"""
+    return rebuild(*(device.index if place == STORAGE_DEVICE else arg for place, arg in enumerate(args)))
+
+
+STORAGE_DEVICE = 6
+"""Among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
 class SharedBlocks:
     """Every rank's block, opened by all ranks of a group."""
 
@@ -42,9 +52,7 @@ class SharedBlocks:
         memory = ExchangeMemory(layout, block)
         handles: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(handles, reduce_tensor(block), group=self.group)
-        opened = [block if r == rank else rebuild(*args) for r, (rebuild, args) in enumerate(handles)]
-        for other in {t.device for t in opened} - {device}:  # a copy makes torch open the way between two devices
-            torch.zeros(1, device=other).copy_(torch.zeros(1, device=device))
+        opened = [block if r == rank else open_here(*handle, device) for r, handle in enumerate(handles)]
         memory.set_peers([t.data_ptr() for t in opened])
         self.kept += opened
         torch.cuda.synchronize(device)
@@ -78,6 +86,7 @@ def replays(world: int) -> None:
     one.indexer.check()
     hold_one(one, right, whole)
     loop = Loop(one, [0, 1, 2], right)
+    torch.cuda._sleep(1)  # its code is loaded before merges wait: loading may wait for the device
     together(one)
     draw = random.Random(dist.get_rank())
     with torch.cuda.stream(one.stream):

@@ -75,6 +75,9 @@ def replayed(world: int, count: int, turns: int, every: int = 4) -> None:
     ring = Ring(ranks)
     ring.add([0, 1, 2], whole)
     ring.add([3], whole, rows=2)
+    for device in {*devices_}:  # its code is loaded before merges wait: loading may wait for the device
+        with torch.cuda.device(device):
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for rank in ranks:
         rank.dcp.memory.preset(2**32 - 5)
     settle(ranks)

@@ -228,7 +228,7 @@ sys.path[:0] = {paths!r}
 import torch
 from dcp_ranks import Context, Geometry, virtual
 device = torch.device("cuda", 0)
-ranks = virtual(Context(Geometry(2, lens=(3000, 5000), heads=8), device), [device] * 2, timeout=0.2)
+ranks = virtual(Context(Geometry(2, lens=(3000, 5000), heads=8), device), [device] * 2, timeout=2.0)
 try:
     {body}
     torch.cuda.synchronize()
