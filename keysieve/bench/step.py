@@ -133,11 +133,16 @@ def peer_times(calls: dict[str, Callable[[int], object]], sets: int, case: Case,
     return times, failed
 
 
-def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: int) -> dict[str, Callable[[int], None]]:
-    """Score and select by themselves: the launches of each input set's step, select not chained to anything.
+Part = tuple[Callable[[int], None], int, int]
+"""What enqueues a part's iteration, over how many input sets it rotates, and the bytes of one."""
 
-    Select then finds the logits in L2, as in a step (``bench.select`` rotates them instead, so that they come from
-    memory): the sum of the two is the least that could be called the parts' time.
+
+def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: int, case: Case) -> dict[str, Part]:
+    """Score and select by themselves: the launches of each input set's step, select not chained and dropping nothing.
+
+    "select" has as many copies of the step's logits and maxima as exceed three L2s (64 at most): its inputs rotate,
+    as those of everything that is timed. "select_in_l2" always reads the step's own workspace, which it therefore finds
+    in L2, as in a step: less than select can be said to take alone, and the stricter of the two sums to be below.
     """
     launches = []
     runner: Any = indexer._runner
@@ -148,6 +153,7 @@ def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: in
             (t.function, [int(a) for a in args]) for t, args in runner._calls
         )
         assert select_args[CHAINED] == 1
+        assert select_args[:2] == [runner._logits.data_ptr(), runner._tops.data_ptr()]
         select_args[CHAINED] = 0
         select_args[RELEASE] &= 1  # the logits are read again: they must not be dropped
         launches.append((score, score_args, select_, select_args))
@@ -159,7 +165,20 @@ def parts_alone(indexer: ks.DecodeIndexer, step: Callable[[int], None], sets: in
     def select_alone(i: int) -> None:
         launches[i][2](*launches[i][3], stream(runner.index))
 
-    return {"score": score_alone, "select": select_alone}
+    score_alone(0)  # what a step has dropped is undefined
+    result_bytes = 2 * runner._logits.numel() + 2 * runner._tops.numel()
+    l2 = torch.cuda.get_device_properties(runner._logits.device).L2_cache_size
+    copies = [(runner._logits.clone(), runner._tops.clone()) for _ in range(timing.sets_for(result_bytes, l2))]
+
+    def select_rotated(i: int) -> None:
+        _, _, select_, (_, _, *rest) = launches[0]
+        select_(copies[i][0].data_ptr(), copies[i][1].data_ptr(), *rest, stream(runner.index))
+
+    return {
+        "score": (score_alone, sets, case.read_bytes),
+        "select": (select_rotated, len(copies), result_bytes),
+        "select_in_l2": (select_alone, sets, result_bytes // sets),
+    }
 
 
 def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Record:
@@ -187,10 +206,10 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
     aside.reset()  # results of the case before are not asked to stay any longer
     taken = timing.graph_time(step, sets=sets, bytes_per_set=case.read_bytes, device=device)
     expected.compare(case.name, "the last step of the timed graph", Selection(out, counts, None))  # of the last set
-    parts = {
-        name: round(timing.graph_time(call, sets=sets, bytes_per_set=case.read_bytes, device=device).us, 2)
-        for name, call in parts_alone(indexer, step, sets).items()
-    }
+    parts, cached = {}, False
+    for name, (call, its, size) in parts_alone(indexer, step, sets, case).items():
+        alone = timing.graph_time(call, sets=its, bytes_per_set=size, device=device)
+        parts[name], cached = round(alone.us, 2), cached or (name == "select" and alone.cached)
     host = _host_us(lambda: step(0))
     beside = _host_us(torch.zeros(1024, device=device).zero_)  # says what state the machine was in
     others = steps(case, pool, inputs, kv_table, TOPK) if peers and spec.format.is_fp8 else {}
@@ -199,6 +218,7 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
     must = target_us(torch.cuda.get_device_name(device), case)
     extra: dict[str, Any] = {"host_us": host, "torch_zero_us": beside, "must_reach_us": must, "input_sets": sets}
     extra |= {"l2_set_aside_mb": round(aside.size / 2**20, 2), "parts_alone_us": parts}
+    extra |= {"select_cached": cached}
     return timing.record(
         "step",
         case.name,
@@ -233,10 +253,12 @@ def target_us(device_name: str, case: Case) -> float | None:
 def told(record: timing.Record) -> str:
     """A case's line of output."""
     target = record.extra["must_reach_us"]
+    parts = record.extra["parts_alone_us"]
     verdict = "" if target is None else f" must {target:6.1f} {'ok' if record.us <= target else 'over'}"
     return (
         f"{record.case:>10} {record.us:8.2f} us {verdict}"
-        f" parts alone {sum(record.extra['parts_alone_us'].values()):.2f} limit {limit_text(record.limit_us)}"
+        f" parts alone {parts['score']:.2f} + {parts['select']:.2f} ({parts['select_in_l2']:.2f} in L2)"
+        f" limit {limit_text(record.limit_us)}"
         f" host {record.extra['host_us']:.1f} us {record.peers or ''}"
     )
 
