@@ -4,17 +4,19 @@
 
 What exchange and merge add to a step of `rows` rows on W ranks, in microseconds:
 
-    added = push + merge + link
+    added = push + merge + link + chain
     push  = p0 + p1 * work                                  stores: one device (`dcp-virtual`), less keeping the words
     merge = m0 + m1 * work + m2 * pairs * W * later + m3 * W       polls, selection, output: one device, words in place
     link  = l0 + bytes / bandwidth                          what devices add: latency, and bytes leaving one at the end
+    chain = c0                       what a merge spares (below 0) that begins beside its push instead of behind it
 
 `pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `work` = pairs * W * rows in
 hundred thousands, `later` = max(0, rows / SMs - 1): rows that wait for a multiprocessor. `bytes` are those of the last
 min(rows, SMs) rows: what was pushed before travels while kernels work. The link is fitted to rows that multiprocessors
-take at once: of two ranks on two devices (`dcp`), less what push and merge are by their fits, and of 2, 4 and 8 ranks
-on two devices, half on each, less the same ranks on one (`dcp-virtual --only spread`), where `(W / 2)^2` lists of a row
-leave a device. In a group of W devices W - 1 do.
+take at once, together with the chain: of two ranks on two devices (`dcp`), whose launches are chained, less what push
+and merge are by their fits, and of 2, 4 and 8 ranks on two devices, half on each, less the same ranks on one
+(`dcp-virtual --only spread`), which have no part in the chain and where `(W / 2)^2` lists of a row leave a device. In a
+group of W devices W - 1 do.
 
 Coefficients are least squares; the merge's errors are relative. The error of an expectation is twice the root of the
 summed squares of what the three fits leave. A whole step on W devices is the step of one rank whose peers' words are
@@ -106,11 +108,13 @@ def _link_work(world: int, rows: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Model:
-    """The three fits, and the points they were made from: (world, rows) -> microseconds over NVLink."""
+    """The three fits, what a chain of launches spares (below 0), and the points they were made from: (world, rows) ->
+    microseconds over NVLink."""
 
     push: Fit
     merge: Fit
     link: Fit
+    chain: float
     measured: dict[tuple[int, int], float]
 
     def error(self, world: int, rows: int) -> float:
@@ -119,7 +123,7 @@ class Model:
 
     def added(self, world: int, rows: int) -> float:
         """Exchange and merge on top of score and local top-N, in microseconds."""
-        return sum(part.at(world, rows) for part in (self.push, self.merge, self.link))
+        return sum(part.at(world, rows) for part in (self.push, self.merge, self.link)) + self.chain
 
 
 def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
@@ -142,12 +146,17 @@ def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
             measured[key] = line["us"]
     push = fit([(_push_work(*key), us) for key, us in pushes.items()], _push_work)
     merge = fit([(_merge_work(*key), us) for key, us in merges.items()], _merge_work, relative=True)
-    links: Points = [(_link_work(*k), us - push.at(*k) - merge.at(*k)) for k, us in measured.items() if k[1] <= SMS]
+    links: Points = []
+    for key, us in measured.items():
+        if key[1] <= SMS:
+            links.append(([*_link_work(*key), 1.0], us - push.at(*key) - merge.at(*key)))
     for (world, rows), us in spread.items():
         lists = (world // 2) ** 2
         if rows <= SMS and lists <= max(WORLDS):  # no rank of a group sends more
-            links.append(([1.0, rows * pairs_of(world) * 16 * lists / 1e6], us))
-    return Model(push, merge, fit(links, _link_work), measured)
+            links.append(([1.0, rows * pairs_of(world) * 16 * lists / 1e6, 0.0], us))
+    both = fit(links, _link_work)
+    link = Fit(_link_work, both.values[:2], both.rms, both.relative)
+    return Model(push, merge, link, both.values[2], measured)
 
 
 def table(found: Model) -> str:
@@ -268,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     terms = f"{m.values[0]:.2f} + {m.values[1]:.2f} * work + {m.values[2]:.2f} * kilopairs * W * later"
     print(f"merge = {terms} + {m.values[3]:.3f} * W, left {100 * m.rms:.0f} %")
     speed = 1 / k.values[1] if k.values[1] > 0 else float("inf")
-    print(f"link  = {k.values[0]:.2f} + bytes / {speed:.2f} TB/s, left {k.rms:.2f} us")
+    print(f"link  = {k.values[0]:.2f} + bytes / {speed:.2f} TB/s, left {k.rms:.2f} us; chain {found.chain:+.2f} us")
     for world in WORLDS:
         other = model(records, left_out=world)
         worst = max(abs(other.merge.at(world, r) - found.merge.at(world, r)) for r in ROWS)

@@ -11,7 +11,7 @@ import pytest
 from keysieve.bench import dcp_model as cost
 from keysieve.spec import default_topn
 
-PUSH, MERGE, LINK = (0.5, 0.3), (2.0, 0.4, 1.8, 0.05), (1.2, 1 / 0.35)
+PUSH, MERGE, LINK, CHAIN = (0.5, 0.3), (2.0, 0.4, 1.8, 0.05), (1.2, 1 / 0.35), -1.5
 
 
 def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
             left = LINK[0] + LINK[1] * rows * pairs * 16 * (world // 2) ** 2 / 1e6
             lines.append({**common, "op": "merge", "transport": "two devices", "us": left + apart})
             if world == 2:
-                us = push + merge + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + far
+                us = push + merge + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + CHAIN + far
                 lines.append({**common, "op": "exchange", "transport": "nvlink", "us": us, "case": f"{rows}x32K"})
     for world, us in ((1, 150.0), (2, 80.0)):
         lines.append({"op": "dcp_step", "case": "64x128K", "world": world, "requests": 64, "us": us})
@@ -47,6 +47,7 @@ def test_coefficients_are_found_again() -> None:
     assert found.push.values == pytest.approx(PUSH)
     assert found.merge.values == pytest.approx(MERGE)
     assert found.link.values == pytest.approx(LINK)
+    assert found.chain == pytest.approx(CHAIN)
     assert found.error(8, 64) < 1e-6
     assert found.added(2, 64) == pytest.approx(found.measured[2, 64])
 
