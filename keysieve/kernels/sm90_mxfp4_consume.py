@@ -109,10 +109,9 @@ def tile_values(
         weights.forget()
         if page + kernel.shape.ahead < PAGES_PER_TILE:
             products.issue(0, page + kernel.shape.ahead, stage, place)
-    sums = mend_tile(kernel, products, sums, stage, place, lane)
+    sums, factor = mend_tile(kernel, products, sums, stage, place, lane)
     release(shared.key_empty + stage)
     rows = kernel.config.next_n
-    factor = products.key_scale(kernel.config, Uint32(0))
     return [numerics.mul(across_pages(sums[i], sums[rows + i], lane), factor) for i in range(rows)]
 
 

@@ -23,6 +23,7 @@ from keysieve.kernels.sm90_mxfp4_places import CODES, FACTORS
 from keysieve.kernels.sm90_mxfp4_scales import NO_CODES, fixed_words, widen_word
 from keysieve.kernels.sm90_score_config import PAGES_PER_TILE
 from keysieve.kernels.sm90_score_math import K_STEP, Products, query_tiles
+from keysieve.kernels.sm90_score_store import select
 from keysieve.spec import HEAD_DIM, PAGE
 
 STEPS = HEAD_DIM // K_STEP
@@ -84,9 +85,9 @@ class WideProducts(Products):
         self.some = cute.arch.vote_any_sync(((self.codes ^ Uint32(NO_CODES)) | mark) != Uint32(0))
 
     def key_scale(self, config: Any, place: Uint32) -> Float32:
-        """The factor of the lane's key of the tile."""
+        """What the sums of the lane's key are multiplied by: its factor, or where `mended` has done that 1."""
         del config, place
-        return numerics.bits_float(self.factor)
+        return numerics.bits_float(Uint32(select(self.some, Uint32(0x3F800000), self.factor)))
 
     def issue(self, chunk: int, page: int, stage: Int32, query_stage: Int32) -> None:
         """Start the product of one page with one chunk: a group of four instructions."""

@@ -10,6 +10,7 @@ from keysieve.device import numerics, packed, ptx
 from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES
 from keysieve.kernels.sm90_mxfp4_scales import (
     MAGNITUDES,
+    NAN_BITS,
     NO_CODES,
     fixed_words,
     place_scales,
@@ -21,6 +22,10 @@ from keysieve.spec import HEAD_DIM
 
 TOGETHER = 8
 """Columns that a warp widens at a time, four lanes each."""
+
+SMALLEST = 127 - 91
+LARGEST = 127 + 96
+"""Float32 exponents within which a halved weight times a factor may lie, see `leaves_range`."""
 
 
 @cute.jit
@@ -96,29 +101,88 @@ def widen_queries(
     cute.arch.sync_warp()
 
 
+def leaves_range(weight: Uint32, product: Uint32) -> Any:
+    """Is half a weight times its head's factor, `product`, too small or too large for all that sums of it must hold?
+
+    Within 2^-91 .. 2^96 it is exact, no product with a dot is subnormal, and no sum of them infinite. Weights that are
+    zero, infinite or NaN are none of these, nor is any with a factor that is NaN.
+    """
+    size, plain = product << Uint32(1), weight << Uint32(1)
+    outside = (size - Uint32(SMALLEST << 24)) > Uint32((LARGEST - SMALLEST) << 24)
+    finite = (plain - Uint32(1)) < Uint32(0xFEFFFFFF)
+    return outside & finite & (size <= Uint32(0xFF000000))
+
+
+def column_of(word: Int32) -> Int32:
+    """The column whose weight is word `word`, in the order of `halve_weights`."""
+    return ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
+
+
+@cute.jit
+def weight_and_factor(
+    kernel: cutlass.Constexpr[Any], shared: Any, weights: Int64, row: Int32, column: Int32, stage: Int32
+) -> Any:
+    """Float32 bits of a column's weight and its head's factor; zeros past the last column."""
+    config = kernel.config
+    value = Uint32(0)
+    factor = Uint32(0)
+    if column < Int32(config.columns):
+        factors = shared.factors + Uint32(stage) * Uint32(kernel.places.weight_bytes)
+        factor = ptx.load_shared(factors + Uint32(column) * Uint32(4))
+        at = Int64(row) * Int64(config.heads) + Int64(column)
+        if cutlass.const_expr(config.weights == "float32"):
+            value = ptx.load(weights + at * Int64(4), Uint32)
+        else:
+            value = ptx.load_u16(weights + at * Int64(2)) << Uint32(16)
+    return value, factor
+
+
 @cute.jit
 def scale_weights(
     kernel: cutlass.Constexpr[Any], shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32
 ) -> None:
-    """Half of each weight (the ReLU is computed doubled) times its head's factor, in the order of `halve_weights`."""
-    config = kernel.config
+    """Half of each weight (the ReLU is computed doubled) times its head's factor, in the order of `halve_weights`.
+
+    A row is marked as well if one of these `leaves_range`, and the weights of marked rows stand as they are.
+    """
     place = shared.weights + Uint32(stage) * Uint32(kernel.places.weight_bytes)
-    factors = shared.factors + Uint32(stage) * Uint32(kernel.places.weight_bytes)
     words = kernel.places.weight_bytes // 4
-    size = 4 if config.weights == "float32" else 2
-    base = weights + Int64(row) * Int64(config.heads * size)
+    special = ptx.load_shared(shared.marks + Uint32(stage) * Uint32(4)) != Uint32(0)
     for start in cutlass.range_constexpr(0, words, 32):
         word = lane + Int32(start)
-        column = ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
-        value = Uint32(0)
-        factor = Uint32(0)
-        if column < Int32(config.columns):
-            factor = ptx.load_shared(factors + Uint32(column) * Uint32(4))
-            if cutlass.const_expr(size == 4):
-                value = ptx.load(base + Int64(column) * Int64(4), Uint32)
-            else:
-                value = ptx.load_u16(base + Int64(column) * Int64(2)) << Uint32(16)
+        value, factor = weight_and_factor(kernel, shared, weights, row, column_of(word), stage)
         half = numerics.mul(numerics.bits_float(value), cutlass.Float32(0.5))
         half = numerics.mul(half, numerics.bits_float(factor))
+        special = special | leaves_range(value, numerics.float_bits(half))
         if word < Int32(words):
             ptx.store_shared(place + Uint32(word) * Uint32(4), numerics.float_bits(half))
+    if cute.arch.vote_any_sync(special):
+        keep_weights(kernel, shared, weights, row, stage, lane)
+
+
+@cute.jit
+def keep_weights(
+    kernel: cutlass.Constexpr[Any], shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32
+) -> None:
+    """Mark the rows with a weight that `leaves_range`, and put the weights of all marked rows as they are."""
+    place = shared.weights + Uint32(stage) * Uint32(kernel.places.weight_bytes)
+    where = shared.marks + Uint32(stage) * Uint32(4)
+    words = kernel.places.weight_bytes // 4
+    mark = ptx.load_shared(where)
+    for word in cutlass.range(lane, Int32(words), Int32(32), unroll=1):
+        column = column_of(word)
+        value, factor = weight_and_factor(kernel, shared, weights, row, column, stage)
+        half = numerics.bits_float(ptx.load_shared(place + Uint32(word) * Uint32(4)))
+        if leaves_range(value, numerics.float_bits(half)):
+            mark = mark | (Uint32(1) << (Uint32(column) // Uint32(kernel.config.heads)))
+    for distance in (1, 2, 4, 8, 16):
+        mark = mark | Uint32(cute.arch.shuffle_sync_bfly(mark, distance))
+    for word in cutlass.range(lane, Int32(words), Int32(32), unroll=1):
+        column = column_of(word)
+        value, factor = weight_and_factor(kernel, shared, weights, row, column, stage)
+        if ((mark >> (Uint32(column) // Uint32(kernel.config.heads))) & Uint32(1)) != Uint32(0):
+            kept = select(factor == Uint32(NAN_BITS), factor, value)
+            ptx.store_shared(place + Uint32(word) * Uint32(4), Uint32(kept))
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        ptx.store_shared(where, mark)

@@ -11,8 +11,9 @@ from test_score import ragged, same_rows
 from test_score_small import test_small as small
 
 import keysieve as ks
+from keysieve.bench.caches import page_values, query_values
 from keysieve.testing.inject import inject_keys, probe_query
-from keysieve.testing.score_bound import UNIT
+from keysieve.testing.score_bound import UNIT, logit_bound
 
 SHAPES = [(8, 1), (8, 3), (8, 5), (8, 8), (16, 2), (32, 1), (32, 2), (32, 5), (64, 1), (64, 2), (64, 8)]
 
@@ -140,6 +141,99 @@ def test_far_scales(device: torch.device, case: tuple[int, int]) -> None:
         error = (row.view(torch.bfloat16).double() - exact).abs()
         bound = before + (exact.abs() + before) * 2.0**-8 + 2.0**-134
         assert bool((error <= bound).all()), f"row {t}: {float((error / bound).max())} of the bound"
+
+
+ENDS = [
+    (127, 127, 127, 127),
+    (254, 100, 127, 90),
+    (0, 254, 1, 127),
+    (1, 0, 254, 200),
+    (160, 160, 160, 160),
+    (60, 254, 250, 3),
+]
+"""Scale codes of a query: together, with one block at an end of the range, and all near the end of one product."""
+
+
+def test_every_scale_with_the_ends_of_a_query(device: torch.device) -> None:
+    """Keys of one element with every scale, against queries and weights at the ends of the range: the cpu backend's
+    bits, infinities exactly where it has them."""
+    elements = [((7 * scale + 37 * code) % 128, code, scale) for scale in range(255) for code in (1, 2, 7, 15)]
+    p = one_element(device, elements)
+    assert p.words is not None
+    for codes in ENDS:
+        words = p.words.clone()
+        words[0, 0] = torch.tensor(codes, dtype=torch.uint8, device=device).view(torch.int32)
+        for weight in (1.0, -(2.0**-100), 2.0**-130, 2.0**-149, 2.0**97, -3.0e38):
+            moved = replace(p, words=words, weights=torch.where(p.weights != 0, weight, 0.0))
+            same_rows(
+                oracle(moved), on_host(sc.rows_of(moved, sc.run(moved))), f"query scales {codes}, weight {weight}"
+            )
+
+
+def ends_of_range(p: sc.Problem, seed: int) -> sc.Problem:
+    """`p` with block scales and weights from all over float32's range, whole rows and keys of a kind."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def codes(shape: tuple[int, ...], kinds: torch.Tensor) -> torch.Tensor:
+        parts = ((112, 135), (85, 95), (160, 169), (0, 12), (235, 255), (0, 255))
+        drawn = torch.stack([torch.randint(*part, (*shape, 4), generator=gen) for part in parts])
+        drawn[1:3, ..., 0] = torch.where(torch.rand(shape, generator=gen) < 0.2, 254, drawn[1:3, ..., 0])
+        return drawn.gather(0, kinds.expand(shape)[None, ..., None].expand(1, *shape, 4))[0].to(torch.uint8)
+
+    raw = sc.page_bytes(p.cache).clone()
+    pages, rows, heads = raw.shape[0], len(p.lengths), p.config.heads
+    raw[:, 4096:] = codes((pages, 64), torch.randint(0, 6, (pages, 64), generator=gen)).view(pages, 256).to(raw.device)
+    words = codes((rows, heads), torch.randint(0, 6, (rows, 1), generator=gen)).view(torch.int32).squeeze(-1)
+    some = torch.rand(rows, heads, generator=gen) < 0.1
+    words = torch.where(some, torch.tensor([254, 120, 120, 120], dtype=torch.uint8).view(torch.int32), words)
+    exponents = torch.tensor([0, 0, -60, -100, -126, -140, 60, 95, 110])
+    power = torch.exp2(exponents[torch.randint(0, 9, (rows, 1), generator=gen)].double())
+    weights = (torch.randn(rows, heads, generator=gen).double() * power).float()
+    device = p.query.device
+    return replace(p, cache=raw.view(-1, 64, 68), words=words.to(device), weights=weights.to(device))
+
+
+def held_to_range(p: sc.Problem, rows: list[torch.Tensor | None]) -> tuple[int, int]:
+    """Finite and within the bound wherever neither a dot nor a sum of magnitudes leaves float32's range; returns the
+    number of such logits, and of those whose dots do if their key's factor is left for later."""
+    tame_ones = late_ones = 0
+    for t, row in enumerate(rows):
+        if row is None:
+            continue
+        exact, magnitude = sc.exact_row(p, t)
+        pages = p.table[t // p.config.next_n, : -(-len(row) // 64)].long()
+        keys = page_values(sc.page_bytes(p.cache)[pages], "mxfp4")[0][: len(row)]
+        assert p.words is not None
+        largest = (query_values(p.query[t], p.words[t]) @ keys.T).abs().amax(0)
+        tame = (magnitude < 2.0**127) & (largest < 2.0**127)
+        subnormal = (p.weights[t].double().abs().sum() * 8 + p.config.heads) * 2.0**-149
+        got = row.view(torch.bfloat16).double()
+        error = (got - exact).abs() - logit_bound(exact, magnitude, p.config.heads) - subnormal
+        bad = tame & ~(error <= 0)
+        at = int(bad.int().argmax())
+        assert not bool(bad.any()), f"row {t}[{at}]: {float(got[at])}, exact {float(exact[at])}, {float(magnitude[at])}"
+        top = sc.page_bytes(p.cache)[pages][:, 4096:].reshape(-1, 4).amax(1)[: len(row)].double()
+        tame_ones += int(tame.sum())
+        late_ones += int((tame & (top >= 87) & (top < 133) & (largest * torch.exp2(133 - top) >= 2.0**128)).sum())
+    return tame_ones, late_ones
+
+
+@cases(*SHAPES)
+def test_ends_of_the_range(device: torch.device, case: tuple[int, int]) -> None:
+    """Scales from 2^-127 to 2^127, weights from 2^-140 to 2^110: no infinity and no zero but where the contract's
+    float32 makes one, and rows have the same bits alone."""
+    tame = late = 0
+    for seed in (41, 42, 43):
+        lengths = ragged(8 * case[1], seed=seed, longest=600)
+        p = ends_of_range(sc.problem(device, sc.config_of(*case, "pitched", "mxfp4"), lengths, seed=seed), seed)
+        rows = sc.rows_of(p, sc.run(p))
+        found = held_to_range(p, rows)
+        tame, late = tame + found[0], late + found[1]
+        pick = list(range(0, len(lengths), 3))
+        single = p.rows(pick)
+        same_rows([rows[t] for t in pick], sc.rows_of(single, sc.run(single)), "rows alone")
+    assert tame > 500
+    assert late > 10
 
 
 @cases(*SHAPES)
