@@ -9,10 +9,14 @@ integers become a :func:`launch_list`. What an argument means stays written in o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
+
+from keysieve.driver import DriverError, driver
+from keysieve.prepared import prepare
 
 
 class Address(int):
@@ -73,13 +77,58 @@ class LaunchError(RuntimeError):
     """The driver or the runtime refused a launch."""
 
 
-def launch_list(calls: Calls, names: Sequence[str]) -> Callable[..., None]:
-    """A function that makes recorded calls again, one after another on one stream.
+class Launches:
+    """Recorded calls, made again one after another on one stream.
 
     Args:
         calls: what a :class:`Recorder` wrote down.
-        names: the addresses that the function gets, in this order, all positional; then comes the stream's handle.
+        names: the addresses that a call gets, in this order, all positional; then comes the stream's handle.
+
+    Attributes:
+        function: what a call does, for those who call it in every step.
     """
+
+    __slots__ = ("_calls", "_names", "function")
+
+    def __init__(self, calls: Calls, names: Sequence[str]) -> None:
+        self._calls, self._names = tuple(calls), tuple(names)
+        self.function = launch_list(calls, names)
+
+    def __call__(self, *args: int) -> None:
+        self.function(*args)
+
+    def prepared(self, addresses: Sequence[int], aligned: Sequence[int], index: int) -> Callable[..., None] | None:
+        """A function that makes the calls through the driver alone, or None: see :func:`keysieve.prepared.prepare`.
+
+        addresses: of a call. aligned: what each of them is a multiple of. index: the current device's.
+        """
+        found, stream = driver(), _capture_streams.get(index)
+        if found is None or stream is None:
+            return None
+        calls = list(self._calls)
+        again = [launch_list(calls[i:], self._names) for i in range(len(calls))]
+        try:
+            return prepare(
+                found, launch_list(calls[:1], self._names), again, self._names, tuple(addresses), aligned, stream
+            )
+        except (DriverError, LaunchError):
+            return None  # launched as before
+
+
+_capture_streams: dict[int, int] = {}
+"""Device -> a stream that launches are captured on to be prepared, and nothing runs on."""
+
+
+def may_prepare(index: int) -> None:
+    """Make once what :meth:`Launches.prepared` needs on the current device, `index`: a stream, if there is a driver."""
+    found = driver()
+    if index not in _capture_streams and found is not None:
+        with suppress(DriverError):
+            _capture_streams[index] = found.new_stream()
+
+
+def launch_list(calls: Calls, names: Sequence[str]) -> Callable[..., None]:
+    """The function of :class:`Launches`."""
     forms, values = [], []
     for target, args in calls:
         forms.append(tuple(a.name if isinstance(a, Address) else "" for a in args))

@@ -8,7 +8,9 @@ and the full checks decide, so a call is refused exactly as if it were the first
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import compress
 from typing import Any, Final, Protocol
@@ -18,9 +20,15 @@ import torch
 from keysieve.cache import IndexCache
 from keysieve.forms import same_form
 from keysieve.inputs import Selection
+from keysieve.launch import capturing
+from keysieve.relaunch import Launches, may_prepare
 
 MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
+
+
+PREPARED_AFTER = int(os.environ.get("KEYSIEVE_PREPARED_AFTER", "0"))
+"""Repeats of a form after which its launches are prepared for the driver."""
 
 
 ADDRESSES: Final = (
@@ -116,7 +124,7 @@ class KnownCall:
             "_rows",
             "_rows_bytes",
         ),
-        *("_same", "_turns", "relaunch"),
+        *("__weakref__", "_same", "_turns", "relaunch"),
     )
 
     def __init__(
@@ -149,6 +157,8 @@ class KnownCall:
             relaunch.index,
             relaunch.turns,
         )
+        if isinstance(relaunch.direct, Launches):
+            self._direct = _Warming(self, relaunch.direct) if PREPARED_AFTER else relaunch.direct.function
         self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
 
@@ -208,6 +218,10 @@ class KnownCall:
             return _selection(Selection, (out, counts, None))
 
         return repeat
+
+    def launch_by(self, direct: Callable[..., None]) -> None:
+        """Make the launches with ``direct`` from now on, where nothing has to be done before them."""
+        self._direct = direct
 
     def any_form(
         self,
@@ -300,6 +314,32 @@ class UsualForm(KnownCall):
         assert self._direct is not None
         self.repeat: Callable[..., Selection | None] = self.usual(self._direct)
 
+    def launch_by(self, direct: Callable[..., None]) -> None:
+        super().launch_by(direct)
+        self.repeat = self.usual(direct)
+
+
+class _Warming:
+    """The launches of a form that is new: when it has come back a few times, they are prepared, and made that way.
+
+    Not before: it takes as long as some dozen steps, and many forms never come back.
+    """
+
+    def __init__(self, form: KnownCall, launches: Launches) -> None:
+        self._form, self._launches, self._left = weakref.ref(form), launches, PREPARED_AFTER
+
+    def __call__(self, *args: int) -> None:
+        self._launches.function(*args)
+        self._left -= 1
+        if self._left or capturing():
+            self._left = max(self._left, 1)
+            return
+        form = self._form()
+        if form is not None:
+            aligned = tuple(form.relaunch.alignment if name in ("query", "cache") else 2 for name in ADDRESSES)
+            made = self._launches.prepared(args[: len(ADDRESSES)], aligned, form.relaunch.index)
+            form.launch_by(self._launches.function if made is None else made)
+
 
 def known_call(
     arguments: tuple[torch.Tensor | None, ...],
@@ -311,6 +351,8 @@ def known_call(
     relaunch: Relaunch,
 ) -> AnyForm | UsualForm:
     """A :class:`KnownCall` of these arguments: ``repeat`` makes the call again if it has this form."""
+    if isinstance(relaunch.direct, Launches) and not capturing():
+        may_prepare(relaunch.index)
     table, out, counts, _, words = arguments[5:]
     every = table is not None and out is not None and counts is not None
     usual = relaunch.direct is not None and every and words is None and positions is False

@@ -15,7 +15,7 @@ from keysieve.kernels.flags import describe as describe_flags
 from keysieve.kernels.select_config import SELECT
 from keysieve.launch import capturing
 from keysieve.plan import Plan
-from keysieve.relaunch import Calls, Recorder, launch_list, named
+from keysieve.relaunch import Calls, Launches, Recorder, named
 from keysieve.repeats import ADDRESSES, Relaunch
 from keysieve.residency import residency
 from keysieve.spec import MAX_REQUESTS
@@ -173,7 +173,7 @@ class Sm90Runner(StreamWorkspace):
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
         with self.lock:
             calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-            relaunch = Sm90Relaunch(self, launch_list(calls, ADDRESSES), self._take_lengths if copied else None)
+            relaunch = Sm90Relaunch(self, Launches(calls, ADDRESSES), self._take_lengths if copied else None)
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out, step.words)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
