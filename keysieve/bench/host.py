@@ -2,18 +2,19 @@
 
     python -m keysieve.bench.host [--out docs/measurements/host.jsonl] [--processors]
 
-First the gate: a repeated call's bytes equal those of a first call. Then, each the median of rounds of calls with the
-launch queue drained in between: the step with the caller's buffers, with new buffers, and with every check made; the
-two launches alone; the step with its launches replaced by nothing; and torch's own operators beside them. Host times
-differ between processes of a shared machine: compare lines of one run only.
+First the gate: a repeated call's bytes equal those of a first call. Then the medians of rounds in which each call has
+its turn, the launch queue drained in between: the step with the caller's buffers, with new ones, and with every check
+made; the two launches alone, prepared and by the kernels' host functions; the step with its launches replaced by
+nothing; and torch's own operators beside them. A shared machine changes its speed within seconds: compare lines of one
+run only, and between runs their ratio to ``zero_``, which each record carries.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from keysieve.bench.caches import make_pool
 from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
 from keysieve.relaunch import Calls, launch_list
-from keysieve.repeats import ADDRESSES
+from keysieve.repeats import ADDRESSES, PREPARED_AFTER, UsualForm
 
 CASE = Case("1x4K", (4096,))
 
@@ -53,6 +54,8 @@ class Parts:
         self.kv_table = torch.zeros(rows, max(case.lengths) // 64, dtype=torch.int32, device=device)
         self.out = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
         self.counts = torch.empty(rows, dtype=torch.int32, device=device)
+        self.others = [(torch.empty_like(self.out), torch.empty_like(self.counts)) for _ in range(17)]
+        self.turn = 0
         self.small = torch.zeros(1024, device=device)
 
     def step(self) -> Any:
@@ -61,55 +64,92 @@ class Parts:
             x.query, self.cache, x.weights, x.lens, x.table, kv_table=self.kv_table, out=self.out, counts=self.counts
         )
 
+    def step_other_buffers(self) -> Any:
+        x, self.turn = self.x, (self.turn + 1) % len(self.others)
+        out, counts = self.others[self.turn]
+        return self.indexer(
+            x.query, self.cache, x.weights, x.lens, x.table, kv_table=self.kv_table, out=out, counts=counts
+        )
+
     def step_new_buffers(self) -> Any:
         x = self.x
         return self.indexer(x.query, self.cache, x.weights, x.lens, x.table, kv_table=self.kv_table)
 
     def step_checked(self) -> Any:
-        self.indexer._known = ()
-        return self.step()
+        kept, self.indexer._known = self.indexer._known, ()
+        result = self.step()
+        self.indexer._known = kept
+        return result
 
     def gate(self) -> None:
-        """Raise unless checked and repeated calls give the same bytes."""
+        """Raise unless checked, repeated and prepared calls give the same bytes; afterwards all forms are prepared."""
         first = self.step_checked().rows.clone()
-        for call in (self.step, self.step_new_buffers, self.step_new_buffers):
-            if not torch.equal(call().rows, first):
-                raise AssertionError("a repeated call differs from a checked one")
+        for call in (self.step, self.step_other_buffers, self.step_new_buffers):
+            for _ in range(PREPARED_AFTER + 2):
+                if not torch.equal(call().rows, first):
+                    raise AssertionError("a repeated call differs from a checked one")
         self.indexer.check()
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """Name -> call, the whole step first."""
-        self.step_checked()
+        for _ in range(PREPARED_AFTER + 2):
+            self.step()
+        # As in a program that steps with its own buffers only: their form is asked first.
+        self.indexer._known = tuple(sorted(self.indexer._known, key=lambda form: not isinstance(form, UsualForm)))
+        known: Any = self.indexer._known[0]
         runner: Any = self.indexer._runner
-        (score, score_args), (select, select_args) = (
-            (target.function, (*(int(a) for a in args), runner.stream)) for target, args in runner._calls
-        )
-        nothing: Calls = [(Silent(), args) for target, args in runner._calls]
-        quiet = self.indexer._known[0].usual(launch_list(nothing, ADDRESSES))
+        x, stream = self.x, runner.stream
+        given = (x.query, self.cache.data, x.weights, x.lens, x.table, self.kv_table, self.out, self.counts)
+        addresses = (*(t.data_ptr() for t in given), 0, 0, stream)
+        calls = list(runner._calls)
+        prepared, by_host = known._direct, launch_list(calls, ADDRESSES)
+        first, second = launch_list(calls[:1], ADDRESSES), launch_list(calls[1:], ADDRESSES)
+        nothing: Calls = [(Silent(), args) for _, args in calls]
+        forms = {"quiet": known.usual(launch_list(nothing, ADDRESSES)), "host": known.usual(by_host)}
 
-        def replaced() -> object:
-            now: Any = self.indexer._known[0]
-            kept, now.repeat = now.repeat, quiet
+        def replaced(form: str) -> object:
+            kept, known.repeat = known.repeat, forms[form]
             result = self.step()
-            now.repeat = kept
+            known.repeat = kept
             return result
-
-        def both() -> None:
-            score(*score_args)
-            select(*select_args)
 
         return {
             "step, caller's buffers": self.step,
+            "step, caller's buffers, other ones each time": self.step_other_buffers,
             "step, new buffers": self.step_new_buffers,
             "step, every check made": self.step_checked,
-            "step, launches replaced by nothing": replaced,
-            "both launches, bare": both,
-            "score launch, bare": lambda: score(*score_args),
-            "select launch, bare": lambda: select(*select_args),
+            "step, launched by host functions": lambda: replaced("host"),
+            "step, launches replaced by nothing": lambda: replaced("quiet"),
+            "both launches, prepared": lambda: prepared(*addresses),
+            "both launches, bare": lambda: by_host(*addresses),
+            "score launch, bare": lambda: first(*addresses),
+            "select launch, bare": lambda: second(*addresses),
             "torch zero_": self.small.zero_,
             "torch empty_like": lambda: torch.empty_like(self.small),
             "torch.cuda._sleep(0)": lambda: torch.cuda._sleep(0),  # type: ignore[no-untyped-call]  # torch's
         }
+
+
+def in_turns(
+    calls: dict[str, Callable[[], object]], *, each: int = 60, rounds: int = 25, drain: Callable[[], object]
+) -> dict[str, timing.Timing]:
+    """Host microseconds of each call: in every round each is timed over ``each`` calls, one after another.
+
+    So few that the launch queue does not fill. drain: waits until the device is idle, before each and not timed.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, call in calls.items():
+            drain()
+            call()  # what the one before left cold
+            start = time.perf_counter()
+            for _ in range(each):
+                call()
+            taken = (time.perf_counter() - start) / each * 1e6
+            if turn >= 2:
+                samples[name].append(taken)
+    drain()
+    return {name: timing.summarise(found, each, True) for name, found in samples.items()}
 
 
 def host_us(call: Callable[[], object]) -> timing.Timing:
@@ -141,28 +181,18 @@ def main(argv: list[str] | None = None) -> int:
     parts = Parts(make_pool(1024, device), CASE)
     parts.gate()
     calls = parts.parts()
-    for collect in (True, False):
-        if not collect:
-            gc.disable()
-        for name, call in calls.items():
-            taken = host_us(call)
-            label = name if collect else f"{name}, no garbage collection"
-            print(f"{label:<60} {taken.us:7.2f} us ({taken.us_min:.2f}..{taken.us_max:.2f})", flush=True)
-            if args.out is not None and collect:
-                shape = {
-                    "requests": 1,
-                    "keys": 4096,
-                    "heads": CASE.heads,
-                    "topk": TOPK,
-                    "format": parts.spec.key_format,
-                }
-                timing.append(
-                    args.out,
-                    timing.record(
-                        "launch", CASE.name, taken, device, exact=True, numerics="fp32", extra={"what": name}, **shape
-                    ),
-                )
-    gc.enable()
+    taken = in_turns(calls, drain=torch.cuda.synchronize)
+    zero = taken["torch zero_"].us
+    shape = {"requests": 1, "keys": 4096, "heads": CASE.heads, "topk": TOPK, "format": parts.spec.key_format}
+    for name, found in taken.items():
+        ratio = found.us / zero
+        print(
+            f"{name:<48} {found.us:7.2f} us ({found.us_min:.2f}..{found.us_max:.2f}), zero_ x {ratio:.2f}", flush=True
+        )
+        if args.out is not None:
+            extra = {"what": name, "torch_zero_us": round(zero, 3)}
+            line = timing.record("launch", CASE.name, found, device, exact=True, numerics="fp32", extra=extra, **shape)
+            timing.append(args.out, line)
     parts.gate()
     if args.processors:
         print("step by processor:", by_processor(calls["step, caller's buffers"]), flush=True)
