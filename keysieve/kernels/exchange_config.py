@@ -34,6 +34,11 @@ class MergeConfig:
     trace: bool = False
 
     @property
+    def early(self) -> bool:
+        """Are words polled for before the grid dependency, which is then waited for where a block ends?"""
+        return self.tagged and self.rounds > 0
+
+    @property
     def second_rounds(self) -> int:
         """Pairs that a thread has room for when second lists are merged."""
         return max(self.rounds, 4)

@@ -3,7 +3,8 @@
 A list is cut into chunks of 64 words, 32 pairs; the chunks of all sources, one source after another, are dealt to the
 block's warps in contiguous runs, a chunk a round. So order within a list is (warp, round, lane), and places come from
 ballots. All of a thread's loads are issued before the first tag is examined, and addresses and shares are worked out
-before the grid dependency. What is selected: `exchange_latency_select`; what becomes of it: `exchange_latency_write`.
+before there can be any. Where words of a warp are missing one of its lanes polls for all: polling lanes take time from
+the push that they wait for. What is selected: `exchange_latency_select`; what becomes of it: `exchange_latency_write`.
 
 Nothing depends on the order of arrival.
 """
@@ -170,6 +171,32 @@ def missing(share: Any, got: Any, wanted: Uint32, tag: Uint32) -> Uint32:
 
 
 @cute.jit
+def await_one(share: Any, wait: Any, left: Uint32, start: Int64, slots: Int64, max_rows: Int32, row: Int32) -> None:
+    """Wait for the first of this thread's missing pairs, or until time is up."""
+    parity = Int32(wait.tag & Uint32(1)) * share.lists.world
+    address = Int64(0)
+    for step in cutlass.range_constexpr(share.rounds):
+        part = share.rounds - 1 - step
+        if (left & Uint32(1 << part)) != Uint32(0):
+            address = slot_pair(share, slots, parity, max_rows, row, part)
+    waiting = Boolean(True)
+    while waiting:
+        _w0, t0, _w1, t1 = ptx.load_pair(address)
+        waiting = ((t0 ^ wait.tag) | (t1 ^ wait.tag)) != Uint32(0) and ptx.global_ns() - start <= wait.limit_ns
+
+
+@cute.jit
+def load_missing(share: Any, wait: Any, got: Any, left: Uint32, slots: Int64, max_rows: Int32, row: Int32) -> Any:
+    """`got` with the missing rounds' pairs as they are now."""
+    parity = Int32(wait.tag & Uint32(1)) * share.lists.world
+    for part in cutlass.range_constexpr(share.rounds):
+        if (left & Uint32(1 << part)) != Uint32(0):
+            address = slot_pair(share, slots, parity, max_rows, row, part)
+            got[4 * part], got[4 * part + 1], got[4 * part + 2], got[4 * part + 3] = ptx.load_pair(address)
+    return got
+
+
+@cute.jit
 def accept(
     share: Any, wait: Any, got: Any, wanted: Uint32, slots: Int64, max_rows: Int32, row: Int32, wide: Any
 ) -> Any:
@@ -178,17 +205,19 @@ def accept(
     left = missing(share, got, wanted, wait.tag)
     stage = Uint32(report.STAGE_WORDS)
     fault = Uint32(0)
-    if left != Uint32(0):
-        parity = Int32(wait.tag & Uint32(1)) * lists.world
+    votes = Uint32(cute.arch.vote_ballot_sync(left != Uint32(0)))
+    if votes != Uint32(0):
         start = ptx.global_ns()
         late = Boolean(False)
-        while left != Uint32(0) and not late:
-            for part in cutlass.range_constexpr(share.rounds):
-                if (left & Uint32(1 << part)) != Uint32(0):
-                    address = slot_pair(share, slots, parity, max_rows, row, part)
-                    got[4 * part], got[4 * part + 1], got[4 * part + 2], got[4 * part + 3] = ptx.load_pair(address)
+        while votes != Uint32(0) and not late:
+            if share.lane == packed.lowest_bit(votes):
+                await_one(share, wait, left, start, slots, max_rows, row)
+            cute.arch.sync_warp()
+            got = load_missing(share, wait, got, left, slots, max_rows, row)
             left = missing(share, got, wanted, wait.tag)
-            late = ptx.global_ns() - start > wait.limit_ns
+            votes = Uint32(cute.arch.vote_ballot_sync(left != Uint32(0)))
+            over = ptx.global_ns() - start > wait.limit_ns
+            late = Uint32(cute.arch.vote_ballot_sync(over)) != Uint32(0)
         fault = left
     signed = wait.length * Uint32(Int32(wait.length) > Int32(0))
     for part in cutlass.range_constexpr(share.rounds):

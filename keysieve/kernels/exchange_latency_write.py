@@ -53,7 +53,9 @@ def look_up(share: Any, words: Any, uppers: Any, where: Any, row: Int32) -> Any:
                     half = 2 * part + side
                     if words[half] != Uint32(0):
                         local = Int32(arrival.local_of(words[half], uppers, half))
-                        entries[half] = ptx.load(table_entry(table, request, table_stride, local >> page_log2), Int32)
+                        entries[half] = ptx.load(
+                            table_entry(table, request, table_stride, local >> page_log2), Int32, "relaxed"
+                        )
     return entries
 
 

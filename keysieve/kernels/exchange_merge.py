@@ -8,6 +8,18 @@ ordinary memory (`words`), and so do second lists (`second`), if there are any.
 The K best by (key16 descending, id ascending), ids being global positions: histogram of the upper 11 bits, histogram of
 the lower 5 in the threshold bin, then a cut among the ids of equal keys. Nothing depends on the order of arrival.
 
+Where words come as tagged pairs into registers (`config.early`) the grid dependency is waited for where a block ends,
+not where it begins, and the words of this rank are polled for by their tags like everybody's. That is sound because
+the kernel in front is the push, which lets this one start behind its own wait for this call's scorer:
+
+* All of its blocks run by then, so none can be kept from starting by blocks of this kernel that poll.
+* The scorer is complete, and so is what came before it: the merge of the call before (its reads of slots, its epochs
+  and drawn rows, its outputs and whoever read them), and whoever wrote lengths and tables.
+* Only the push itself may still run. What it writes are this call's words, and their tags say when they are there; the
+  epoch that it reads is stored behind the wait. A second round, which reads logits, waits as well.
+* What other kernels wrote is read from L2 (`relaxed`): without a wait, older lines may lie in the first cache.
+* No block ends without the wait: what waits for this kernel has waited for the push.
+
 Rows are started in ascending order where that matters (`ordered`): blocks draw their row from a counter, because a
 block in the second round waits for the same row's block on another rank.
 """
@@ -191,16 +203,17 @@ class Merge:
             row_lists.hold_all(lists)
             share = latency.share_first(lists)
             cute.arch.sync_threads()  # a thread counts its words as soon as it has them: the histogram is clear by then
-        ptx.grid_wait()
+        if cutlass.const_expr(not config.early):
+            ptx.grid_wait()
         row_lists.note_clock(lists, 1)
         if ordered != Int32(0):
             row = output.draw_row(lists, ticket, rows)
         length = Int32(0)
         if lens != Int64(0):
-            length = ptx.load(lens + Int64(row) * Int64(4), Int32)
+            length = ptx.load(lens + Int64(row) * Int64(4), Int32, "relaxed")
         tag = Uint32(0)
         if cutlass.const_expr(config.tagged):
-            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
+            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32, "relaxed") + Uint32(1)
         call = (Uint32(rows) << Uint32(16)) | Uint32(site)
         wait = arrival.Wait(report, timeout_ns, ticket, Uint32(rank), Uint32(row), tag, call, Uint32(length))
         usable = length * Int32(length > Int32(0)) * Int32(length <= limit)
@@ -233,6 +246,8 @@ def finish(lists: Any, wait: Any, usable: Int32, limits: Any, row: Int32, epoch:
     limit, local_limit = limits
     length = Int32(wait.length)
     row_lists.note_clock(lists, 10)
+    if cutlass.const_expr(lists.config.early):
+        ptx.grid_wait()
     if lists.thread == Int32(0):  # noqa: SIM102  # a run-time test, then a trace-time one
         if cutlass.const_expr(lists.config.tagged):
             ptx.store(epoch + Int64(row) * Int64(4), wait.tag)
@@ -252,10 +267,10 @@ def merge_latency(lists: Any, share: Any, wait: Any, place: Any, target: Any, ar
     out, out_stride, counts, _positions = target
     mine, _peers, slots, _recv, _arrived, max_rows = around[:6]
     if cutlass.const_expr(lists.config.tagged):
-        got, wanted = latency.load_tagged(share, mine + slots, wait.tag, max_rows, row)
-        row_lists.note_clock(lists, 2)
         write.fill(lists, row, out, out_stride)
         hidden, wide = choose.hidden_sources(lists, usable, known)
+        got, wanted = latency.load_tagged(share, mine + slots, wait.tag, max_rows, row)
+        row_lists.note_clock(lists, 2)
         entered = latency.accept(share, wait, got, wanted, mine + slots, max_rows, row, wide)
         row_lists.note_clock(lists, 3)
     else:
@@ -311,6 +326,8 @@ def ask_again(lists: Any, wait: Any, asked: Uint32, place: Any, around: Any, pla
     row, usable, _known, _where = place
     _mine, peers, _slots, recv, arrived, max_rows, recv_pitch, rescued, seq2, logits, pitch = around
     if cutlass.const_expr(lists.config.tagged):
+        if cutlass.const_expr(lists.config.early):
+            ptx.grid_wait()
         local = local_length(usable, Uint32(lists.world), Uint32(lists.rank), Uint32(lists.interleave))
         address = logits + Int64(row) * pitch * Int64(2)
         rescue.second_round(

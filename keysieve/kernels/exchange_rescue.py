@@ -99,14 +99,15 @@ def load_keys(logits: Int64, group: Int32, length: Int32, least: Uint32) -> Any:
 def make_list(lists: Any, logits: Int64, length: Int32, least: Uint32) -> None:
     """The row's first K keys of at least `least`, as candidate words in `winners`, index planes behind them. Ends with
     a block barrier."""
+    vectors = (length + Int32(GROUP - 1)) >> Int32(3)
+    rounds = (vectors + Int32(lists.config.threads - 1)) // Int32(lists.config.threads)
     cute.arch.sync_threads()  # everybody has read what is cleared now
     row_lists.clear(lists)
     clear_list(lists)
     cute.arch.sync_threads()
-    vectors = (length + Int32(GROUP - 1)) >> Int32(3)
     if cutlass.const_expr(lists.config.rounds > 0):
         # Seldom do more than K keys reach the first round's threshold: then they are the list.
-        reaching = list_reaching(lists, logits, length, least + Uint32(least == Uint32(0)), vectors)
+        reaching = list_reaching(lists, logits, length, least + Uint32(least == Uint32(0)), rounds)
         if reaching > lists.k:
             make_long_list(lists, logits, length, least, vectors)
     else:
@@ -121,47 +122,66 @@ def clear_list(lists: Any) -> None:
         ptx.store_shared_v4(lists.winners + Uint32(vector) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
 
 
+def first_vector(lists: Any, rounds: Int32) -> Int32:
+    """Of the contiguous run of vectors that this thread's warp owns, this lane's first."""
+    return (lists.thread >> Int32(5)) * rounds * Int32(32) + (lists.thread & Int32(31))
+
+
 @cute.jit
-def list_reaching(lists: Any, logits: Int64, length: Int32, least: Uint32, vectors: Int32) -> Int32:
+def list_reaching(lists: Any, logits: Int64, length: Int32, least: Uint32, rounds: Int32) -> Int32:
     """List all keys of at least `least` (1 or more) in ascending index, if there are not more than K; returns how many
-    they are. A warp owns a contiguous run of vectors. Ends with a block barrier if they were listed."""
-    threads = lists.config.threads
-    thread = lists.thread
-    lane, warp = thread & Int32(31), thread >> Int32(5)
-    rounds = (vectors + Int32(threads - 1)) // Int32(threads)
-    first = warp * rounds * Int32(32) + lane
+    they are. Ends with a block barrier if they were listed."""
+    lane, warp = lists.thread & Int32(31), lists.thread >> Int32(5)
+    first = first_vector(lists, rounds)
+    words = load_held(logits, first, Int32(0), rounds, length)
     count = Int32(0)
-    for start in cutlass.range(0, rounds, HELD, unroll=1):
-        words = load_held(logits, first, Int32(start), rounds, length)
+    for part in cutlass.range_constexpr(HELD):
+        count = count + Int32(cute.arch.popc(reach_x8(words[4 * part : 4 * part + 4], least)))
+    for start in cutlass.range(HELD, rounds, HELD, unroll=1):
+        more = load_held(logits, first, Int32(start), rounds, length)
         for part in cutlass.range_constexpr(HELD):
-            count = count + Int32(cute.arch.popc(reach_x8(words[4 * part : 4 * part + 4], least)))
+            count = count + Int32(cute.arch.popc(reach_x8(more[4 * part : 4 * part + 4], least)))
     count = scan.warp_sum(count)
     if lane == Int32(0):
         ptx.store_shared(lists.sums + Uint32(warp) * Uint32(4), Uint32(count))
     cute.arch.sync_threads()
     other = Int32(0)
-    if lane < Int32(threads // 32):
+    if lane < Int32(lists.config.threads // 32):
         other = Int32(ptx.load_shared(lists.sums + Uint32(lane) * Uint32(4)))
     total = scan.warp_sum(other)
     place = scan.warp_sum(other * Int32(lane < warp))
-    groups = (lists.k + Int32(31)) >> Int32(5)
     if total <= lists.k:
-        for start in cutlass.range(0, rounds, HELD, unroll=1):
-            words = load_held(logits, first, Int32(start), rounds, length)
-            for part in cutlass.range_constexpr(HELD):
-                mask = reach_x8(words[4 * part : 4 * part + 4], least)
-                mine = Int32(cute.arch.popc(mask))
-                upto = packed.warp_prefix(mine)
-                spot = place + upto - mine
-                vector = first + (Int32(start) + Int32(part)) * Int32(32)
-                for bit in cutlass.range_constexpr(GROUP):
-                    if (mask & Uint32(1 << bit)) != Uint32(0):
-                        key = (words[4 * part + bit // 2] >> Uint32(16 * (bit % 2))) & Uint32(0xFFFF)
-                        put(lists, spot, key, vector * Int32(GROUP) + Int32(bit), groups)
-                        spot = spot + Int32(1)
-                place = place + Int32(cute.arch.shuffle_sync(upto, 31))
+        place = put_reaching(lists, words, first, least, place)
+        for start in cutlass.range(HELD, rounds, HELD, unroll=1):
+            more = load_held(logits, first, Int32(start), rounds, length)
+            place = put_reaching(lists, more, first + Int32(start) * Int32(32), least, place)
         cute.arch.sync_threads()
     return total
+
+
+@cute.jit
+def put_reaching(lists: Any, words: Any, vector: Int32, least: Uint32, place: Int32) -> Int32:
+    """Entries for the keys of HELD vectors of each lane that are at least `least`, from entry `place` on; returns the
+    entry behind them. vector: the lane's first."""
+    groups = (lists.k + Int32(31)) >> Int32(5)
+    for part in cutlass.range_constexpr(HELD):
+        mask = reach_x8(words[4 * part : 4 * part + 4], least)
+        mine = Int32(cute.arch.popc(mask))
+        upto = packed.warp_prefix(mine)
+        spot = place + upto - mine
+        while mask != Uint32(0):  # seldom more than two or three of a lane's eight
+            bit = packed.lowest_bit(mask)
+            mask = mask & (mask - Uint32(1))
+            word = words[4 * part]
+            for other in cutlass.range_constexpr(1, 4):
+                if (bit >> Int32(1)) == Int32(other):
+                    word = words[4 * part + other]
+            key = (word >> (Uint32(bit & Int32(1)) << Uint32(4))) & Uint32(0xFFFF)
+            put(lists, spot, key, (vector + Int32(32 * part)) * Int32(GROUP) + bit, groups)
+            spot = spot + Int32(1)
+        cute.arch.sync_warp()
+        place = place + Int32(cute.arch.shuffle_sync(upto, 31))
+    return place
 
 
 def reach_x8(words: Any, least: Uint32) -> Uint32:

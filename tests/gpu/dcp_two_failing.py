@@ -20,11 +20,11 @@ def give_up(rank: int, task: str, text: str) -> NoReturn:
     os._exit(0)
 
 
-def named(one: Rank, call: int, *parts: str) -> str:
-    """What a merge of the last call reports; the parts are in it, and no further call is made."""
+def named(one: Rank, call: int, *parts: str, within: float = 5.0) -> str:
+    """What a merge of the last call reports in so many seconds; the parts are in it, and no further call is made."""
     began = time.monotonic()
     text = raised(ks.dcp.ExchangeError, one.indexer.check)
-    assert time.monotonic() - began < 5, time.monotonic() - began
+    assert time.monotonic() - began < within, time.monotonic() - began
     for part in (f"rank {one.dcp.rank}", f"call {call}", *parts):
         assert part in text, text
     assert f"call {call}" in raised(ks.dcp.ExchangeError, one.call)
