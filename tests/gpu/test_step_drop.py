@@ -14,11 +14,11 @@ from keysieve.bench.step import CHAINED, RELEASE
 Case = tuple[int, int, int, str, torch.dtype, int, int]
 
 LARGE: list[Case] = [
-    # heads, topk, next_n, format, weights, requests, longest: half of the rows are long enough, half are not
-    (32, 2048, 2, "fp8_fp32", torch.float32, 40, 60000),
-    (32, 512, 1, "fp8_fp32", torch.float32, 129, 35000),
-    (8, 2048, 1, "fp8_fp32", torch.float32, 18, 200001),
-    (8, 512, 8, "fp8_fp32", torch.float32, 1, 270001),  # few keys for many tile rows: the one for a sanitizer
+    # heads, topk, next_n, format, weights, requests, longest: some of the rows are long enough, others are not
+    (32, 2048, 2, "fp8_fp32", torch.float32, 40, 90000),
+    (32, 512, 1, "fp8_fp32", torch.float32, 129, 55000),
+    (8, 2048, 1, "fp8_fp32", torch.float32, 24, 300001),
+    (8, 512, 8, "fp8_fp32", torch.float32, 1, 900001),  # few keys for many tile rows: the one for a sanitizer
 ]
 TURNS = 100
 
