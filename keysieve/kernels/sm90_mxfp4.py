@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule_homes as homes
-from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, plain_tiles, shape_of, smem_map
 from keysieve.kernels.sm90_mxfp4_consume import consume as consume_late
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
 from keysieve.kernels.sm90_mxfp4_places import place_tiles
@@ -132,7 +132,7 @@ class Mxfp4Kernel(ScoreKernel):
 
     def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
         """The work of a consumer thread: where one product takes all rows, results follow a tile late."""
-        run = consume_late if len(self.chunks) == 1 and self.config.columns <= 64 else consume
+        run = consume_late if plain_tiles(self.config, self.shape) else consume
         run(self, shared, self.products(shared, thread), targets, thread, led)
 
     @cute.jit

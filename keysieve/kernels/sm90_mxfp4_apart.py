@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import numerics, packed, ptx, warp_mma
+from keysieve.kernels.sm90_mxfp4_config import product_column
 from keysieve.kernels.sm90_mxfp4_scales import NAN_BITS, NO_CODES
 from keysieve.kernels.sm90_score_store import select
 
@@ -186,7 +187,7 @@ def row_sums(
     part = [Float32(0.0) for _ in range(4)]
     for block in cutlass.range(kernel.config.heads // 8, unroll=1):
         column = Uint32(row * Int32(kernel.config.heads) + block * Int32(8))
-        held = column + Uint32(lane >> Int32(2))
+        held = Uint32(product_column(kernel.config, column + Uint32(lane >> Int32(2))))
         line = query + held * Uint32(128) + Uint32(quad) * Uint32(4)
         depth = []
         for chunk in cutlass.range_constexpr(2 * STEPS):
@@ -196,8 +197,9 @@ def row_sums(
         codes = packed.load_shared_v2(shared.codes + mine)
         scales = [whole_codes(codes[v], factors[v]) for v in range(2)]
         # As `halve_weights` lays them out.
-        pair, odd = column >> Uint32(4), (column >> Uint32(3)) & Uint32(1)
-        place = stage + pair * Uint32(64) + Uint32(quad) * Uint32(16) + odd * Uint32(8)
+        first = Uint32(product_column(kernel.config, column + Uint32(quad) * Uint32(2)))
+        place = stage + ((first >> Uint32(4)) * Uint32(16) + ((first >> Uint32(1)) & Uint32(3)) * Uint32(4)) * Uint32(4)
+        place = place + ((first >> Uint32(3)) & Uint32(1)) * Uint32(8)
         two = packed.load_shared_v2(shared.weights + place)
         weight = [whole_weight(numerics.bits_float(two[v]), factors[v], marked) for v in range(2)]
         low = [Float32(0.0) for _ in range(4)]

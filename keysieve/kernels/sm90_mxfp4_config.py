@@ -6,6 +6,7 @@ exponents that they were widened with. No cutlass here.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from keysieve.kernels import sm90_score_config as fp8
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
@@ -34,6 +35,9 @@ assert TABLE % 16 == 8
 
 AREA = 3 * 4 * TILE
 """Bytes that say what a tile's scales are, see `sm90_mxfp4_places`."""
+
+TILE_APART = 1 << 30
+"""Set in a tile's request number, in its descriptor, if one of its keys is apart (for consumers of `plain_tiles`)."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,34 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
         area=area,
         ready=ready,
     )
+
+
+def plain_tiles(config: ScoreConfig, shape: ScoreShape) -> bool:
+    """Are results a tile late, and plain tiles a loop of their own (`sm90_mxfp4_consume`)? Where one product takes all
+    rows."""
+    return config.columns <= 64 and len(fp8.chunks_of(config, shape)) == 1
+
+
+def side_by_side(config: ScoreConfig) -> bool:
+    """Are two rows of a request in the two pairs of a quad of lanes (`sm90_mxfp4_pair`)?"""
+    return config.next_n == 2 and config.columns <= 64
+
+
+def product_column(config: ScoreConfig, column: Any) -> Any:
+    """The product's column of a request's column `row * heads + head`: the same, or, with rows side by side, what lane
+    `2 row + j // 2` of a quad holds of head `8 i + 2 j + v`, column `8 (2 i + j % 2) + 2 lane + v`."""
+    if not side_by_side(config):
+        return column
+    row, head = column // config.heads, column % config.heads
+    return (head // 8) * 16 + ((head // 2) % 2) * 8 + row * 4 + ((head // 4) % 2) * 2 + head % 2
+
+
+def request_column(config: ScoreConfig, column: Any) -> Any:
+    """The inverse of `product_column`."""
+    if not side_by_side(config):
+        return column
+    head = (column // 16) * 8 + ((column // 2) % 2) * 4 + ((column // 8) % 2) * 2 + column % 2
+    return ((column // 4) % 2) * config.heads + head
 
 
 def shape_of(config: ScoreConfig) -> ScoreShape:

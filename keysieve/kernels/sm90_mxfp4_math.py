@@ -18,13 +18,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from keysieve.device import numerics, packed, ptx
 from keysieve.kernels.sm90_mxfp4_apart import mend_sums
-from keysieve.kernels.sm90_mxfp4_config import AREA, KEY_BYTES, PAGE_SLOT
+from keysieve.kernels.sm90_mxfp4_config import AREA, KEY_BYTES, PAGE_SLOT, side_by_side
 from keysieve.kernels.sm90_mxfp4_places import CODES, FACTORS
 from keysieve.kernels.sm90_mxfp4_scales import NO_CODES, fixed_words, widen_word
 from keysieve.kernels.sm90_score_config import PAGES_PER_TILE
 from keysieve.kernels.sm90_score_math import K_STEP, Products, query_tiles
 from keysieve.kernels.sm90_score_store import select
-from keysieve.spec import HEAD_DIM, PAGE
+from keysieve.spec import GROUP, HEAD_DIM, PAGE
 
 STEPS = HEAD_DIM // K_STEP
 
@@ -45,6 +45,10 @@ class WideProducts(Products):
         own = (quad >> Int32(1)) * Int32(PAGE) + row + (quad & Int32(1)) * Int32(8)
         self.row_place = shared.area + Uint32(row) * Uint32(4) + Uint32(quad)
         self.own_place = shared.area + Uint32(own) * Uint32(4)
+        pair = Uint32((quad & Int32(1)) * Int32(PAGE) + row) * Uint32(4)
+        if side_by_side(kernel.config):  # through a lane exchange, lest it be worked out anew for every tile
+            pair = Uint32(cute.arch.shuffle_sync(pair, lane))
+        self.pair_place = shared.area + pair
         self.mark: Any = None
         self.first: list[Any] = []
         self.more: list[Any] = []
@@ -83,6 +87,21 @@ class WideProducts(Products):
         self.codes = ptx.load_shared(self.own_place + area + Uint32(CODES))
         mark = self.read_mark(query_stage) if self.mark is None else self.mark
         self.some = cute.arch.vote_any_sync(((self.codes ^ Uint32(NO_CODES)) | mark) != Uint32(0))
+
+    def start_plain(self, stage: Int32) -> None:
+        """The same of a tile with nothing apart."""
+        self.offsets = self.read_offsets(stage)
+        self.factor = ptx.load_shared(self.own_place + Uint32(stage) * Uint32(AREA) + Uint32(FACTORS))
+
+    def start_pair(self, stage: Int32) -> None:
+        """The same where rows lie side by side: the factors of the lane's two keys."""
+        self.offsets = self.read_offsets(stage)
+        self.read_factors(stage)
+
+    def read_factors(self, stage: Int32) -> None:
+        """The factors of a lane's two keys where rows lie side by side."""
+        place = self.pair_place + Uint32(stage) * Uint32(AREA) + Uint32(FACTORS)
+        self.factors = [ptx.load_shared(place + Uint32(4 * GROUP * r)) for r in range(2)]
 
     def key_scale(self, config: Any, place: Uint32) -> Float32:
         """What the sums of the lane's key are multiplied by: its factor, or where `mended` has done that 1."""

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import numerics, packed, ptx
-from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES
+from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, product_column, request_column
 from keysieve.kernels.sm90_mxfp4_scales import (
     MAGNITUDES,
     NAN_BITS,
@@ -83,11 +83,13 @@ def widen_queries(
             offsets, factor, apart = place_scales(word, zero)
             offset = (offsets >> (Uint32(block) * Uint32(8))) & Uint32(0xFF)
             lower, upper = packed.load_shared_v2(shared.table + offset)
-            target = base + column * Uint32(HEAD_DIM) + Uint32(block) * Uint32(4)
+            held = product_column(config, column)
+            target = base + held * Uint32(HEAD_DIM) + Uint32(block) * Uint32(4)
+            turn = held & Uint32(7)
             for s in cutlass.range_constexpr(4):
                 one, two = widen_word(four[s], lower, upper, fixed)
-                ptx.store_shared(target + chunk_place(2 * s, low), one)
-                ptx.store_shared(target + chunk_place(2 * s + 1, low), two)
+                ptx.store_shared(target + chunk_place(2 * s, turn), one)
+                ptx.store_shared(target + chunk_place(2 * s + 1, turn), two)
             if block == Int32(0):
                 codes = select(apart != Int32(0), word, Uint32(NO_CODES))
                 ptx.store_shared(shared.factors + beside + column * Uint32(4), factor)
@@ -113,9 +115,10 @@ def leaves_range(weight: Uint32, product: Uint32) -> Any:
     return outside & finite & (size <= Uint32(0xFF000000))
 
 
-def column_of(word: Int32) -> Int32:
+def column_of(config: Any, word: Int32) -> Int32:
     """The column whose weight is word `word`, in the order of `halve_weights`."""
-    return ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
+    held = ((word >> Int32(4)) * 2 + ((word >> Int32(1)) & 1)) * 8 + ((word >> Int32(2)) & 3) * 2 + (word & 1)
+    return Int32(request_column(config, held))
 
 
 @cute.jit
@@ -150,7 +153,7 @@ def scale_weights(
     special = ptx.load_shared(shared.marks + Uint32(stage) * Uint32(4)) != Uint32(0)
     for start in cutlass.range_constexpr(0, words, 32):
         word = lane + Int32(start)
-        value, factor = weight_and_factor(kernel, shared, weights, row, column_of(word), stage)
+        value, factor = weight_and_factor(kernel, shared, weights, row, column_of(kernel.config, word), stage)
         half = numerics.mul(numerics.bits_float(value), cutlass.Float32(0.5))
         half = numerics.mul(half, numerics.bits_float(factor))
         special = special | leaves_range(value, numerics.float_bits(half))
@@ -170,7 +173,7 @@ def keep_weights(
     words = kernel.places.weight_bytes // 4
     mark = ptx.load_shared(where)
     for word in cutlass.range(lane, Int32(words), Int32(32), unroll=1):
-        column = column_of(word)
+        column = column_of(kernel.config, word)
         value, factor = weight_and_factor(kernel, shared, weights, row, column, stage)
         half = numerics.bits_float(ptx.load_shared(place + Uint32(word) * Uint32(4)))
         if leaves_range(value, numerics.float_bits(half)):
@@ -178,7 +181,7 @@ def keep_weights(
     for distance in (1, 2, 4, 8, 16):
         mark = mark | Uint32(cute.arch.shuffle_sync_bfly(mark, distance))
     for word in cutlass.range(lane, Int32(words), Int32(32), unroll=1):
-        column = column_of(word)
+        column = column_of(kernel.config, word)
         value, factor = weight_and_factor(kernel, shared, weights, row, column, stage)
         if ((mark >> (Uint32(column) // Uint32(kernel.config.heads))) & Uint32(1)) != Uint32(0):
             kept = select(factor == Uint32(NAN_BITS), factor, value)

@@ -59,12 +59,12 @@ def table_bytes(exponent: int) -> list[int]:
 
 
 def table_words() -> list[int]:
-    """The table of widened codes: two words for each exponent from TOP - REACH to TOP; then HALVES, -1 and 2."""
+    """The table of widened codes: two words for each exponent from TOP - REACH to TOP; then HALVES and 2."""
     words = []
     for exponent in range(TOP - REACH, TOP + 1):
         eight = table_bytes(exponent)
         words += [int.from_bytes(bytes(eight[i : i + 4]), "little") for i in (0, 4)]
-    return [*words, HALVES, 0xFFFFFFFF, 2, 0, 0, 0]
+    return [*words, HALVES, 2, 0, 0, 0, 0]
 
 
 def halves_maximum(even: Uint32, odd: Uint32, best: Any) -> Uint32:
@@ -97,6 +97,28 @@ def factor_bits(largest: Uint32) -> Uint32:
     return ((largest & Uint32(0xFFFF)) - Uint32(TOP)) << Uint32(23)
 
 
+def near_scales(codes: tuple[Uint32, Uint32]) -> Any:
+    """Of two vectors at once: (table offsets, factor bits, a word that is not zero unless all their scales are within
+    reach). The largest and smallest scales of both stand in the halves of a word; the same as of `spread_of`,
+    `offsets_from` and `factor_bits` where it is zero."""
+    even = [word & Uint32(0x00FF00FF) for word in codes]
+    odd = [ptx.byte_perm(word, Uint32(0), Uint32(0x4341)) for word in codes]
+    largest = ptx.max_u16x2(*halves_of([ptx.max_u16x2(a, b) for a, b in zip(even, odd, strict=True)]))
+    smallest = packed.min_u16x2(*halves_of([packed.min_u16x2(a, b) for a, b in zip(even, odd, strict=True)]))
+    # Bit 15 of a half says that its vector is not; a half that borrows from the other one has it itself.
+    far = (smallest + Uint32(REACH * 0x00010001)) - largest
+    outside = (largest - Uint32(NEAREST * 0x00010001)) | (Uint32(FARTHEST * 0x00010001) - largest)
+    both = [largest & Uint32(0xFFFF), largest >> Uint32(16)]
+    offsets = [codes[i] * Uint32(8) + (Uint32(8 * REACH * 0x01010101) - both[i] * Uint32(0x08080808)) for i in range(2)]
+    factors = [both[i] * Uint32(1 << 23) - Uint32(TOP << 23) for i in range(2)]
+    return offsets, factors, (far | outside) & Uint32(0x80008000)
+
+
+def halves_of(words: list[Uint32]) -> tuple[Uint32, Uint32]:
+    """(the low halves of two words, their high halves)."""
+    return ptx.byte_perm(words[0], words[1], Uint32(0x5410)), ptx.byte_perm(words[0], words[1], Uint32(0x7632))
+
+
 def place_scales(codes: Uint32, zero: Uint32) -> Any:
     """(table offsets, factor bits, 1 if apart) of any vector. zero: 0xFF in the bytes of blocks that are zero."""
     largest, smallest = spread_of(codes)
@@ -120,19 +142,19 @@ def place_scales(codes: Uint32, zero: Uint32) -> Any:
 
 def fixed_words(table: Uint32) -> tuple[Uint32, ...]:
     """What `widen_word` wants in registers, from behind the table."""
-    return tuple(ptx.load_shared(table + Uint32(TABLE + 4 * i)) for i in range(3))
+    return tuple(ptx.load_shared(table + Uint32(TABLE + 4 * i)) for i in range(2))
 
 
 def widen_word(word: Uint32, low: Uint32, high: Uint32, fixed: tuple[Uint32, ...]) -> tuple[Uint32, Uint32]:
     """Eight E2M1 codes as two words of four negated E4M3 numbers; low, high: the magnitudes of their exponent.
 
-    fixed: HALVES, -1 and 2, loaded: the assembler would make constants again at each use, and multiply by shifting,
-    while the integer unit is what is short. So the upper codes are moved down by the adder of halves as well.
+    fixed: HALVES and 2, loaded: the assembler would make constants again at each use, and multiply by shifting, while
+    the integer unit is what is short. So the codes' upper half is moved down by the adder of halves. The signs' is not:
+    multiplying and adding there takes time from the matrix products, and costs two instructions instead of one.
     """
-    halves, minus, two = fixed
+    halves, two = fixed
     codes = word & Uint32(MAGNITUDES)
-    signs = packed.multiply_add(codes, minus, word)
-    upper, above = packed.high_half(codes), packed.high_half(signs)
+    upper, above = packed.high_half(codes), word >> Uint32(16)
     first, second = ptx.byte_perm(low, high, codes), ptx.byte_perm(low, high, upper)
     sign, other = ptx.byte_perm(halves, halves, word), ptx.byte_perm(halves, halves, above)
     return packed.multiply_add(sign, two, first), packed.multiply_add(other, two, second)

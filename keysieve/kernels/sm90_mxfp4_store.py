@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from keysieve.device import numerics, packed, ptx
 from keysieve.kernels import sm90_score_store as store
-from keysieve.kernels.sm90_score_store import row_lengths, select, store_tops
+from keysieve.kernels.sm90_score_store import KEY_LANES, row_lengths, select, store_tops
 from keysieve.spec import GROUP, TILE
 
 NAN_CHANGES = 0x803F803F
@@ -60,3 +61,77 @@ def store_rows(config: Any, places: Places, values: list[Float32], lengths: Uint
         best.append(ranks & Uint32(0xFFFF) if len(rows) == 1 else ranks)
     if config.layout == "compact":
         store_tops(places, best, 0, count, lengths, lane)
+
+
+class PlainPlaces:
+    """Where a request's plain tiles go, for one lane.
+
+    whole: tiles inside all rows. logit, top: addresses in tile 0, of row 0's logit and of the maximum that the lane
+    stores; limit: `whole` if it stores one, else 0.
+    """
+
+    def __init__(self, config: Any, places: Places, lengths: Uint32, lane: Int32) -> None:
+        self.config = config
+        self.any = places
+        self.lengths = lengths
+        self.policy = places.policy
+        found = row_lengths(lengths, config.next_n)
+        least = found[0]
+        for length in found[1:]:
+            least = select(length < least, length, least)
+        self.whole = least // Int32(TILE)
+        self.logit = places.first_logit
+        self.pitch = places.logit_pitch
+        row = Int32(0)
+        idle = Int32(0)
+        words = top_words(config.next_n)
+        for distance in KEY_LANES:
+            bit = select((lane & Int32(distance)) != Int32(0), Int32(1), Int32(0))
+            if words > 1:
+                words //= 2
+                row = row + bit * Int32(2 * words)
+            elif distance == KEY_LANES[-1]:
+                row = row + bit
+            else:
+                idle = idle | bit
+        self.limit = select((idle == Int32(0)) & (row < Int32(config.next_n)), self.whole, Int32(0))
+        self.top = places.first_top + places.top_pitch * Int64(row)
+
+
+def top_words(rows: int) -> int:
+    """Words of two rows that lanes share out between them."""
+    return {1: 1, 2: 2, 3: 4, 4: 4}[(rows + 1) // 2]
+
+
+def store_plain(plain: PlainPlaces, values: list[Float32], tile: Int32, lane: Int32) -> None:
+    """A plain tile's results: no NaN and nothing to mask, so that maxima are found among the BF16 values. None of
+    NOWHERE."""
+    config = plain.config
+    count = len(values)
+    words: list[Uint32] = []
+    address = plain.logit + Int64(tile) * Int64(2 * TILE)
+    for pair in range(0, count, 2):
+        rows = range(pair, min(pair + 2, count))
+        words.append(numerics.add_bf16x2(numerics.bf16x2_bits(values[rows[0]], values[rows[-1]]), Uint32(0)))
+        for half, row in enumerate(rows):
+            place = address + plain.pitch * Int64(row) if row else address
+            ptx.store_half_below(place, words[-1], half, tile, plain.whole, plain.policy)
+    if config.layout != "compact":
+        return
+    best = words + words[-1:] * (top_words(count) - len(words))
+    for distance in KEY_LANES:
+        if len(best) > 1:
+            upper = (lane & Int32(distance)) != Int32(0)
+            middle = len(best) // 2
+            kept = [select(upper, best[middle + i], best[i]) for i in range(middle)]
+            sent = [select(upper, best[i], best[middle + i]) for i in range(middle)]
+        else:
+            kept, sent = best, best
+        best = [
+            packed.max_bf16x2(a, Uint32(cute.arch.shuffle_sync_bfly(b, distance)))
+            for a, b in zip(kept, sent, strict=True)
+        ]
+    top = packed.key16x2_fast(best[0])
+    if count > 1:
+        top = top >> (Uint32(lane) & Uint32(KEY_LANES[-1]))
+    ptx.store_half_below(plain.top + Int64(tile) * Int64(2 * TILE // GROUP), top, 0, tile, plain.limit, plain.policy)
