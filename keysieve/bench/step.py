@@ -208,6 +208,7 @@ def measure(case: Case, pool: torch.Tensor, peers: bool = False) -> timing.Recor
     expected.compare(case.name, "the last step of the timed graph", Selection(out, counts, None))  # of the last set
     parts, cached = {}, False
     for name, (call, its, size) in parts_alone(indexer, step, sets, case).items():
+        aside.reset()
         alone = timing.graph_time(call, sets=its, bytes_per_set=size, device=device)
         parts[name], cached = round(alone.us, 2), cached or (name == "select" and alone.cached)
     host = _host_us(lambda: step(0))
