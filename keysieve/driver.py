@@ -1,12 +1,13 @@
-"""The CUDA driver through ctypes: what a launch is made of, read back from a capture, and launches by it alone.
+"""The CUDA driver through ctypes: what launches are made of, read back from a capture, and a graph of them.
 
-Nothing here is loaded before a GPU's first repeated step. A driver without one of the functions is no driver (None).
+Nothing here is loaded before a GPU's first checked step. A driver that lacks one of the functions is no driver (None).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -19,17 +20,16 @@ NON_BLOCKING: Final = 1
 """A stream that does not wait for the default stream."""
 
 MOST_PARAMETERS: Final = 64
-COOPERATIVE, CLUSTER, PROGRAMMATIC = 2, 4, 6
-"""Launch attributes."""
-
+_COOPERATIVE, _CLUSTER = 2, 4  # attributes of a launch
 _PROGRAMMATIC_EDGE: Final = 1
+_PER_THREAD_STREAM: Final = 2
 
 
 class DriverError(RuntimeError):
-    """A driver call failed, or what was captured is not what was launched."""
+    """A driver call failed, or what was captured is not what was expected."""
 
 
-class _NodeParams(ctypes.Structure):
+class NodeParams(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS."""
 
     _fields_ = (
@@ -53,23 +53,6 @@ class _Edge(ctypes.Structure):
     )
 
 
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute: its value is the first one, two or three ints of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", VOID),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
 class Node(NamedTuple):
     """One kernel launch as it was captured.
 
@@ -78,38 +61,55 @@ class Node(NamedTuple):
         grid, block: blocks and threads.
         shared: bytes of dynamic shared memory.
         params: the bytes of every kernel parameter.
-        cluster: blocks of a cluster, where the launch says so; else zeros.
-        cooperative: whether all blocks have to be on the device at once.
+        attributes: cooperative or not, and blocks of a cluster.
         programmatic: whether the launch may start before the one ahead of it has ended.
     """
 
     function: int
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
     shared: int
     params: tuple[bytes, ...]
-    cluster: tuple[int, int, int]
-    cooperative: bool
+    attributes: tuple[int, ...]
     programmatic: bool
+
+
+class Captured(NamedTuple):
+    """Launches as nodes of a graph, one after another.
+
+    Attributes:
+        graph: the graph's handle.
+        handles: each node's.
+        nodes: what each launches.
+    """
+
+    graph: int
+    handles: tuple[int, ...]
+    nodes: tuple[Node, ...]
 
 
 _NEEDED: Final = (
     *("cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuThreadExchangeStreamCaptureMode"),
     *("cuGraphGetNodes", "cuGraphGetEdges_v2", "cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeGetAttribute"),
-    *("cuGraphDestroy", "cuFuncGetParamInfo", "cuLaunchKernelEx"),
+    *("cuGraphDestroy", "cuFuncGetParamInfo", "cuGraphInstantiateWithFlags", "cuGraphExecDestroy", "cuGraphLaunch"),
+    *("cuGraphExecKernelNodeSetParams_v2", "cuStreamGetPriority", "cuStreamGetGreenCtx", "cuTensorMapReplaceAddress"),
 )
 
 
 class Driver:
-    """The driver's functions that are needed.
+    """The driver's functions that are needed; the ones called in every step are attributes. All return 0 for success.
 
     Attributes:
-        launch: ``cuLaunchKernelEx(config, function, params, extra)``; 0 for success.
+        set_node: ``cuGraphExecKernelNodeSetParams(exec, node, params)``.
+        start: ``cuGraphLaunch(exec, stream)``.
+        readdress: ``cuTensorMapReplaceAddress(map, address)``.
     """
 
     def __init__(self, library: Any) -> None:
         self._call = {name: getattr(library, name) for name in _NEEDED}
-        self.launch: Callable[..., int] = self._call["cuLaunchKernelEx"]
+        self.set_node: Callable[..., int] = self._call["cuGraphExecKernelNodeSetParams_v2"]
+        self.start: Callable[..., int] = self._call["cuGraphLaunch"]
+        self.readdress: Callable[..., int] = self._call["cuTensorMapReplaceAddress"]
 
     def new_stream(self) -> int:
         """A stream of the current context, never given back: one a device is made."""
@@ -118,8 +118,17 @@ class Driver:
             self._do("cuStreamCreate", ctypes.byref(handle), NON_BLOCKING)
         return int(handle.value or 0)
 
-    def captured(self, launch: Callable[[int], None], stream: int) -> tuple[Node, ...]:
-        """The kernels that ``launch(stream)`` launches, one after another; none of them runs.
+    def ordinary(self, stream: int) -> bool:
+        """Does work on ``stream`` run as it does on any other: with the usual priority, on the whole device?"""
+        if stream <= _PER_THREAD_STREAM:
+            return True  # a default stream
+        priority, green = ctypes.c_int(-1), VOID(1)
+        asked = self._call["cuStreamGetPriority"](VOID(stream), ctypes.byref(priority))
+        asked = asked or self._call["cuStreamGetGreenCtx"](VOID(stream), ctypes.byref(green))
+        return not asked and priority.value == 0 and not green.value
+
+    def captured(self, launch: Callable[[int], None], stream: int) -> Captured:
+        """The kernels that ``launch(stream)`` launches, in a row; none of them runs. The graph is the caller's.
 
         Raises:
             DriverError: something failed, or something else than a row of kernels was captured.
@@ -130,13 +139,37 @@ class Driver:
             try:
                 launch(stream)
             finally:
-                self._do("cuStreamEndCapture", VOID(stream), ctypes.byref(graph))
+                code = self._call["cuStreamEndCapture"](VOID(stream), ctypes.byref(graph))
+            if code or not graph.value:
+                raise DriverError(f"cuStreamEndCapture failed with {code}")
             try:
-                return self._nodes(graph)
-            finally:
-                self._do("cuGraphDestroy", graph)
+                handles, nodes = self._nodes(graph)
+            except BaseException:
+                self.forget(graph.value, 0)
+                raise
+        return Captured(graph.value, handles, nodes)
 
-    def _nodes(self, graph: ctypes.c_void_p) -> tuple[Node, ...]:
+    def instantiated(self, captured: Captured) -> int:
+        """An executable graph of ``captured``: the handle, the caller's."""
+        made = VOID()
+        with self._anything_allowed():
+            self._do("cuGraphInstantiateWithFlags", ctypes.byref(made), VOID(captured.graph), ctypes.c_ulonglong(0))
+        return int(made.value or 0)
+
+    def forget(self, graph: int, executable: int) -> None:
+        """Destroy a graph and its executable one (0: none); launches that still run end as they would."""
+        with self._anything_allowed():
+            if executable:
+                self._call["cuGraphExecDestroy"](VOID(executable))
+            self._call["cuGraphDestroy"](VOID(graph))
+
+    def node_params(self, node: int) -> NodeParams:
+        """What a node launches, as the driver has it; ``params`` is valid as long as its graph is."""
+        found = NodeParams()
+        self._do("cuGraphKernelNodeGetParams_v2", VOID(node), ctypes.byref(found))
+        return found
+
+    def _nodes(self, graph: ctypes.c_void_p) -> tuple[tuple[int, ...], tuple[Node, ...]]:
         count = ctypes.c_size_t(0)
         self._do("cuGraphGetNodes", graph, None, ctypes.byref(count))
         nodes = (VOID * count.value)()
@@ -146,20 +179,20 @@ class Driver:
         begin, end, kinds = (VOID * edges.value)(), (VOID * edges.value)(), (_Edge * edges.value)()
         if edges.value:
             self._do("cuGraphGetEdges_v2", graph, begin, end, kinds, ctypes.byref(edges))
-        after = {first: (then, kind.kind) for first, then, kind in zip(begin, end, kinds, strict=True)}
+        after = {first: (then, edge.kind) for first, then, edge in zip(begin, end, kinds, strict=True)}
         heads = set(nodes) - set(end)
         if len(heads) != 1 or edges.value != count.value - 1 or len(after) != edges.value:
             raise DriverError(f"{count.value} nodes and {edges.value} edges are not a row")
-        (node,), kind = heads, 0
-        found = [self._node(node, programmatic=False)]
+        (node,) = heads
+        handles, found = [node], [self._node(node, programmatic=False)]
         while node in after:
             node, kind = after[node]
+            handles.append(node)
             found.append(self._node(node, programmatic=kind == _PROGRAMMATIC_EDGE))
-        return tuple(found)
+        return tuple(handles), tuple(found)
 
     def _node(self, node: int, *, programmatic: bool) -> Node:
-        p = _NodeParams()
-        self._do("cuGraphKernelNodeGetParams_v2", VOID(node), ctypes.byref(p))
+        p = self.node_params(node)
         if p.extra or not p.function:
             raise DriverError("a kernel with packed parameters, or without a handle")
         return Node(
@@ -168,8 +201,7 @@ class Driver:
             (p.block_x, p.block_y, p.block_z),
             int(p.shared),
             tuple(ctypes.string_at(p.params[i], size) for i, size in enumerate(self._sizes(int(p.function)))),
-            (*self._attribute(node, CLUSTER)[:3],),  # type: ignore[arg-type]  # three of them
-            bool(self._attribute(node, COOPERATIVE)[0]),
+            (*self._attribute(node, _COOPERATIVE)[:1], *self._attribute(node, _CLUSTER)[:3]),
             programmatic,
         )
 
@@ -189,12 +221,8 @@ class Driver:
         self._do("cuGraphKernelNodeGetAttribute", VOID(node), number, value)
         return list(value)
 
-    @functools.cached_property
-    def _exchange(self) -> Callable[..., int]:
-        return self._call["cuThreadExchangeStreamCaptureMode"]  # type: ignore[no-any-return]  # ctypes
-
     def _anything_allowed(self) -> _Mode:
-        return _Mode(self._exchange)
+        return _Mode(self._call["cuThreadExchangeStreamCaptureMode"])
 
     def _do(self, name: str, *args: Any) -> None:
         code = self._call[name](*args)
@@ -213,6 +241,20 @@ class _Mode:
 
     def __exit__(self, *_: object) -> None:
         self._exchange(ctypes.byref(self._mode))
+
+
+class Executable:
+    """An executable graph of ``captured``, which it takes over: both are destroyed when this is referred to no more."""
+
+    def __init__(self, driver: Driver, captured: Captured) -> None:
+        self.captured, self.node_params = captured, driver.node_params
+        try:
+            self.handle = driver.instantiated(captured)
+        except BaseException:
+            driver.forget(captured.graph, 0)
+            raise
+        # Not at the process's end: the driver may be gone by then.
+        weakref.finalize(self, driver.forget, captured.graph, self.handle).atexit = False
 
 
 @functools.cache

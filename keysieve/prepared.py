@@ -1,10 +1,12 @@
-"""Launches handed to the driver ready made: of a step that is repeated, only its addresses are put in.
+"""A repeated step's launches as one executable graph, of which each call sets nothing but the addresses.
 
-What a host function compiled by the DSL does in each launch (two tensor maps, a launch structure with attributes that
-are zero, a call through the runtime) has the same result for equal arguments but for the addresses. So it is captured
-for a few sets of addresses, in which no kernel runs, and what differs is where addresses stand. A launch is then those
-bytes with the addresses written in, given to ``cuLaunchKernelEx``: to the device it is the launch that the host
-function makes. Whatever cannot be explained by addresses alone is left to the host functions.
+What a host function compiled by the DSL does in each launch (tensor maps, a launch structure, a call through the
+runtime) has the same result for equal arguments but for the addresses. So the launches are captured for a few sets of
+addresses, in which no kernel runs, and what differs is where addresses stand. From then on a call writes its addresses
+there, hands every node its parameters and starts the graph: a third of what the launches cost the host, and to the
+device the same two kernels, the second as the first one's programmatic dependent. Whatever addresses alone do not
+explain is left to the host functions, and so is every call that a graph could not stand for: while the stream is
+captured, on a stream with a priority or a part of the device of its own, and where the driver refuses.
 """
 
 from __future__ import annotations
@@ -16,192 +18,283 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from keysieve.driver import CLUSTER, COOPERATIVE, PROGRAMMATIC, Attribute, Config, Driver, DriverError, Node
+from keysieve.driver import Driver, DriverError, Executable, Node
 
 Addresses = tuple[int, ...]
 Launch = Callable[..., None]
 
-STEP = 1 << 20
-"""Addresses are told from one another by moving each by another multiple of this many bytes."""
+STEP = 256
+"""Addresses are told from one another by moving each by another multiple of this many bytes: not far, so that they stay
+inside their allocations (nothing is read there)."""
 
-ALIGNED = 4096
+MAP_BYTES = 128
+"""A tensor map; where its address stands is the driver's to know."""
+
 _MOST_OFFSET = 1 << 20
-_LINE = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Eight bytes of a parameter that are an address: ``offset`` in it, which address, and what is added to it."""
+    """Bytes of a parameter that say an address.
+
+    Attributes:
+        offset: of eight bytes in the parameter; -1 for a tensor map, whose address the driver puts in.
+        address: which one.
+        added: what is added to it.
+    """
 
     offset: int
     address: int
-    added: int
-
-
-def moved(addresses: Addresses, times: int) -> Addresses:
-    """Other addresses, aligned as these are, each moved by another distance; what is absent (0) stays so."""
-    return tuple(a and a + (i + 1) * times * STEP for i, a in enumerate(addresses))
+    added: int = 0
 
 
 def samples(addresses: Addresses, aligned: Sequence[int]) -> list[Addresses]:
     """Addresses to capture launches with: these, others to compare them with, then what is held against the finding.
 
     The last ones are aligned as well, and as badly, as addresses can be, so that a host function that looks at
-    alignment is found out. aligned: what each address is a multiple of at the least.
+    alignment is found out. What is absent (0) stays so. aligned: what each address is a multiple of at the least.
     """
-    well = tuple(a and a // ALIGNED * ALIGNED for a in addresses)
+
+    def moved(given: Addresses, times: int) -> Addresses:
+        return tuple(a and a + (i + 1) * times * STEP for i, a in enumerate(given))
+
+    well = tuple(a and a // STEP * STEP for a in addresses)
     badly = tuple(a and a + least for a, least in zip(well, aligned, strict=True))
     return [addresses, moved(addresses, 1), moved(well, 3), moved(badly, 5)]
 
 
-def places(before: bytes, after: bytes, old: Addresses, new: Addresses) -> list[Place]:
-    """Where a parameter holds addresses: what differs between two captures.
+def noise(one: bytes, other: bytes) -> frozenset[int]:
+    """Bytes of a parameter that mean nothing: equal launches differ there (what fills up a structure)."""
+    if len(one) != len(other):
+        raise DriverError("equal launches have parameters of other sizes")
+    return frozenset(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+
+
+def same(one: bytes, other: bytes, ignored: frozenset[int]) -> bool:
+    """Are two parameters equal but for bytes that mean nothing?"""
+    return one == other or not {i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b} - ignored
+
+
+def places(
+    driver: Driver, before: bytes, after: bytes, ignored: frozenset[int], old: Addresses, new: Addresses
+) -> list[Place]:
+    """Where a parameter says addresses: what differs between two captures.
 
     Raises:
         DriverError: something differs that is no address.
     """
-    found = []
-    whole = len(before) // 8 * 8
-    if len(before) != len(after) or before[whole:] != after[whole:]:
-        raise DriverError("a parameter differs by more than addresses")
-    for offset in range(0, whole, 8):
+    if len(before) != len(after):
+        raise DriverError("a parameter's size depends on addresses")
+    if same(before, after, ignored):
+        return []
+    found: list[Place] = []
+    for offset in range(0, len(before) - 7, 8):
         (was,), (now,) = struct.unpack_from("=Q", before, offset), struct.unpack_from("=Q", after, offset)
-        if was == now:
-            continue
         fitting = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a and now - was == b - a]
-        if len(fitting) != 1 or not 0 <= was - old[fitting[0]] < _MOST_OFFSET:
-            raise DriverError(f"a parameter differs by more than addresses: {was:#x}, {now:#x}")
-        found.append(Place(offset, fitting[0], was - old[fitting[0]]))
-    return found
+        if len(fitting) == 1 and 0 <= was - old[fitting[0]] < _MOST_OFFSET:
+            found.append(Place(offset, fitting[0], was - old[fitting[0]]))
+    if same(_put(driver, before, found, new), after, ignored):
+        return found
+    if len(before) == MAP_BYTES:
+        for i, address in enumerate(new):
+            if address and same(_put(driver, before, [Place(-1, i)], new), after, ignored):
+                return [Place(-1, i)]
+    raise DriverError(f"a parameter of {len(before)} bytes differs by more than addresses")
+
+
+def _put(driver: Driver, value: bytes, where: Sequence[Place], addresses: Addresses) -> bytes:
+    """A parameter with other addresses in it."""
+    room = _Room(len(value))
+    ctypes.memmove(room.start, value, len(value))
+    for place in where:
+        address = addresses[place.address] + place.added
+        if place.offset < 0:
+            driver.readdress(ctypes.c_void_p(room.start), ctypes.c_void_p(address))
+        else:
+            struct.pack_into("=Q", room.memory, room.start - room.base + place.offset, address)
+    return ctypes.string_at(room.start, len(value))
+
+
+class _Room:
+    """Memory of so many bytes from a multiple of 64 on, as the driver wants tensor maps."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = (ctypes.c_ubyte * (size + 64))()
+        self.base = ctypes.addressof(self.memory)
+        self.start = -(-self.base // 64) * 64
 
 
 class Block:
-    """The memory that launches are read from: addresses, parameters, and the structures that point to them.
+    """The memory from which a graph's nodes take their parameters: addresses, and what holds addresses.
 
     Args:
-        nodes: the launches as captured with ``addresses``.
+        driver: the driver.
+        nodes: the launches as captured.
         where: the places of addresses in each parameter of each launch.
         addresses: how many a launch is given.
+
+    Attributes:
+        memory: all of it, for ``pack_into``.
+        writes: (offset in memory, what stands there), in ascending order.
+        maps: which address each tensor map has that the driver puts in.
+        pointers: each node's parameters, as the driver is given them.
+        mapped: the addresses that those maps have now.
+        stream: the stream of the last call; usable: whether a graph may stand for launches on it; handle: to give it.
     """
 
-    def __init__(self, nodes: Sequence[Node], where: Sequence[Sequence[Sequence[Place]]], addresses: int) -> None:
-        self.stream = -1
-        plain = [Place(0, i, 0) for i in range(addresses)]
-        held = [
-            (n, p) for n, node in enumerate(nodes) for p in range(len(node.params)) if not self._bare(node, where[n], p)
-        ]
-        # What begins with an address comes first: it is written together with the plain ones.
+    def __init__(
+        self, driver: Driver, nodes: Sequence[Node], where: Sequence[Sequence[Sequence[Place]]], addresses: int
+    ) -> None:
+        self._driver = driver
+        every = [(n, p) for n, node in enumerate(nodes) for p in range(len(node.params))]
+        held = [(n, p) for n, p in every if not self._bare(nodes[n], where[n], p)]
+        # What begins with an address comes first, behind the plain addresses, and is written together with them.
         held.sort(key=lambda at: not any(place.offset == 0 for place in where[at[0]][at[1]]))
-        end, starts = 8 * addresses, {}
+        end = -(-8 * addresses // 64) * 64
+        front, starts = end - 8 * addresses, dict[tuple[int, int], int]()
         for at in held:
             starts[at] = end
-            end += -(-len(nodes[at[0]].params[at[1]]) // _LINE) * _LINE
-        self.memory = (ctypes.c_ubyte * max(end, 8))()
-        base = ctypes.addressof(self.memory)
-        self.writes: list[tuple[int, Place]] = [(8 * i, place) for i, place in enumerate(plain)]
-        self.params: list[ctypes.Array[ctypes.c_void_p]] = []
-        self.configs: list[Config] = []
+            end += -(-len(nodes[at[0]].params[at[1]]) // 64) * 64
+        room = _Room(end)
+        self.memory, shift = room.memory, room.start - room.base
+        self.writes = [(shift + front + 8 * i, Place(0, i)) for i in range(addresses)]
+        self.pointers: list[ctypes.Array[ctypes.c_void_p]] = []
+        self.maps: list[int] = []
+        self._maps: list[ctypes.c_void_p] = []
         for n, node in enumerate(nodes):
             pointers = (ctypes.c_void_p * max(len(node.params), 1))()
             for p, value in enumerate(node.params):
-                start = starts.get((n, p))
-                if start is None:
-                    pointers[p] = base + 8 * where[n][p][0].address
+                if (n, p) not in starts:
+                    pointers[p] = room.start + front + 8 * where[n][p][0].address
                     continue
-                pointers[p] = base + start
-                ctypes.memmove(base + start, value, len(value))
-                self.writes += [(start + place.offset, place) for place in where[n][p]]
-            self.params.append(pointers)
-            self.configs.append(self._config(node))
-        self.sizes = [[len(value) for value in node.params] for node in nodes]
+                start = starts[n, p]
+                pointers[p] = room.start + start
+                ctypes.memmove(room.start + start, value, len(value))
+                for place in where[n][p]:
+                    if place.offset < 0:
+                        self.maps.append(place.address)
+                        self._maps.append(ctypes.c_void_p(room.start + start))
+                    else:
+                        self.writes.append((shift + start + place.offset, place))
+            self.pointers.append(pointers)
+        self.writes.sort(key=lambda write: write[0])
+        self._sizes = [[len(value) for value in node.params] for node in nodes]
+        self.mapped = [-1] * len(self.maps)
+        self.stream, self.usable, self.handle = -1, False, ctypes.c_void_p(0)
 
     @staticmethod
     def _bare(node: Node, where: Sequence[Sequence[Place]], p: int) -> bool:
         """Is the parameter an address and nothing else?"""
         return len(node.params[p]) == 8 and len(where[p]) == 1 and not where[p][0].added
 
-    @staticmethod
-    def _config(node: Node) -> Config:
-        given: list[tuple[int, tuple[int, ...]]] = []
-        if node.programmatic:
-            given.append((PROGRAMMATIC, (1,)))
-        if node.cluster[0] * node.cluster[1] * node.cluster[2] > 1:
-            given.append((CLUSTER, node.cluster))
-        if node.cooperative:
-            given.append((COOPERATIVE, (1,)))
-        attributes = (Attribute * max(len(given), 1))()
-        for attribute, (number, value) in zip(attributes, given, strict=False):
-            attribute.id = number
-            attribute.value[: len(value)] = value
-        return Config(*node.grid, *node.block, node.shared, None, attributes, len(given))
-
     def move_to(self, stream: int) -> None:
-        """Let the launches go to another stream."""
-        for config in self.configs:
-            config.stream = stream
-        self.stream = stream
+        """A call on another stream than the one before."""
+        self.usable, self.handle, self.stream = self._driver.ordinary(stream), ctypes.c_void_p(stream), stream
+
+    def remap(self, i: int, address: int) -> bool:
+        """Put an address into a tensor map; True if the driver refuses."""
+        failed = bool(self._driver.readdress(self._maps[i], ctypes.c_void_p(address)))
+        self.mapped[i] = -1 if failed else address
+        return failed
 
     def values(self) -> list[tuple[bytes, ...]]:
-        """The parameters of each launch as the driver would read them now."""
+        """The parameters of each node as the driver would read them now."""
         return [
             tuple(ctypes.string_at(pointers[p] or 0, size) for p, size in enumerate(sizes))
-            for pointers, sizes in zip(self.params, self.sizes, strict=True)
+            for pointers, sizes in zip(self.pointers, self._sizes, strict=True)
         ]
 
 
 def prepare(
     driver: Driver,
     first: Launch,
-    again: Sequence[Launch],
+    again: Launch,
     names: Sequence[str],
     addresses: Addresses,
     aligned: Sequence[int],
     stream: int,
+    capturing: Callable[[], bool],
 ) -> Launch:
-    """A function that makes the launches of ``again[0]`` for any addresses, through the driver alone.
+    """A function that makes the launches of ``again`` for any addresses, as one graph.
 
     Args:
         driver: the driver.
         first: makes the first of the launches only.
-        again: ``again[i]`` makes the launches from the i-th on. They take addresses and stream.
+        again: makes the launches. Both take addresses and stream.
         names: the addresses that they and the function take, all positional, before the stream.
         addresses: those of a call: 0 for what is absent, and absent in every later call.
         aligned: what each of them is a multiple of.
         stream: one of the current device that nothing else uses, to capture on.
-
-    Where the driver refuses a launch the function leaves it, and those after it, to ``again``, which says why.
+        capturing: whether the current stream, which is the one that the function is given, is being captured.
 
     Raises:
-        DriverError: the launches cannot be told apart into addresses and the rest.
+        DriverError: the launches cannot be told apart into addresses and the rest, or not be one graph.
     """
 
     def nodes_of(given: Addresses) -> tuple[Node, ...]:
         def both(to: int) -> None:
             first(*given, to)  # so that the one after it shows whether it waits for what is ahead of it
-            again[0](*given, to)
+            again(*given, to)
 
-        return driver.captured(both, stream)[1:]
+        captured = driver.captured(both, stream)
+        driver.forget(captured.graph, 0)
+        return captured.nodes[1:]
 
     old, new, *held_against = samples(addresses, aligned)
-    nodes, others = nodes_of(old), nodes_of(new)
-    if len(nodes) != len(again) or len(others) != len(again):
-        raise DriverError(f"{len(nodes)} launches were captured, {len(again)} made")
-    where = []
-    for node, other in zip(nodes, others, strict=True):
-        if node._replace(params=()) != other._replace(params=()) or len(node.params) != len(other.params):
-            raise DriverError("a launch depends on its addresses")
-        where.append([places(b, a, old, new) for b, a in zip(node.params, other.params, strict=True)])
-    block = Block(nodes, where, len(addresses))
-    trial = _function(block, nodes, lambda *_: 0, again, names)
+    nodes, others, repeated = nodes_of(old), nodes_of(new), nodes_of(old)
+    if not nodes or nodes[0].programmatic:
+        raise DriverError("a graph waits for all that is ahead of it, the first launch does not")
+    if any([_frame(n) for n in nodes] != [_frame(n) for n in found] for found in (others, repeated)):
+        raise DriverError("how a kernel is launched depends on addresses")
+    where: list[list[list[Place]]] = []
+    ignored: list[list[frozenset[int]]] = []
+    for node, other, equal in zip(nodes, others, repeated, strict=True):
+        ignored.append([noise(a, b) for a, b in zip(node.params, equal.params, strict=True)])
+        each = zip(node.params, other.params, ignored[-1], strict=True)
+        where.append([places(driver, b, a, n, old, new) for b, a, n in each])
+    block = Block(driver, nodes, where, len(addresses))
+    trial = _function(block, names, again, len(nodes), set_node=_nothing, start=_nothing, capturing=_never)
     for given in held_against:
+        block.stream, block.usable = stream, True
         trial(*given, stream)
-        if [node._replace(params=v) for node, v in zip(nodes, block.values(), strict=True)] != [*nodes_of(given)]:
-            raise DriverError("a launch differs by more than addresses")
-    return _function(block, nodes, driver.launch, again, names)
+        found = nodes_of(given)
+        if [_frame(n) for n in nodes] != [_frame(n) for n in found]:
+            raise DriverError("how a kernel is launched depends on addresses' alignment")
+        for values, node, unread in zip(block.values(), found, ignored, strict=True):
+            if not all(same(a, b, n) for a, b, n in zip(values, node.params, unread, strict=True)):
+                raise DriverError("a launch differs by more than addresses")
+    block.stream = -1
+    graph = Executable(driver, driver.captured(lambda to: again(*old, to), stream))
+    if [_frame(n) for n in graph.captured.nodes] != [_frame(n) for n in nodes]:
+        raise DriverError("the graph holds other launches")
+    return _function(
+        block, names, again, len(nodes), set_node=driver.set_node, start=driver.start, capturing=capturing, graph=graph
+    )
+
+
+def _frame(node: Node) -> tuple[object, ...]:
+    """All of a launch but what its parameters hold."""
+    return node._replace(params=()), tuple(len(value) for value in node.params)
+
+
+def _nothing(*_: object) -> int:
+    return 0
+
+
+def _never() -> bool:
+    return False
 
 
 def _function(
-    block: Block, nodes: Sequence[Node], launch: Callable[..., int], again: Sequence[Launch], names: Sequence[str]
+    block: Block,
+    names: Sequence[str],
+    again: Launch,
+    launches: int,
+    *,
+    set_node: Callable[..., int],
+    start: Callable[..., int],
+    capturing: Callable[[], bool],
+    graph: Executable | None = None,
 ) -> Launch:
     groups: list[list[tuple[int, Place]]] = []
     for offset, place in block.writes:
@@ -212,31 +305,54 @@ def _function(
     form = tuple(tuple((place.address, place.added) for _, place in group) for group in groups)
     packs = [struct.Struct(f"={len(group)}Q").pack_into for group in groups]
     starts = [group[0][0] for group in groups]
-    # byref() of what lies at a handle's address is a pointer with the handle's value, ready made for every call.
-    handles = [ctypes.byref(ctypes.c_ubyte.from_address(node.function)) for node in nodes]
-    configs = [ctypes.byref(config) for config in block.configs]
-    params = [ctypes.byref(pointers) for pointers in block.params]
-    return _maker(form, len(nodes), tuple(names))(
-        block, block.memory, launch, *packs, *starts, *configs, *handles, *params, *again
-    )
+    executable: Any = None
+    nodes: list[Any] = [None] * launches
+    params: list[Any] = [None] * launches
+    if graph is not None:
+        executable = _pointer(graph.handle)
+        for i, (node, pointers) in enumerate(zip(graph.captured.handles, block.pointers, strict=True)):
+            ours = graph.node_params(node)
+            ours.params = pointers
+            nodes[i], params[i] = _pointer(node), ctypes.byref(ours)
+    maker = _maker(form, tuple(block.maps), launches, tuple(names))
+    return maker(block, graph, set_node, start, capturing, again, executable, *packs, *starts, *nodes, *params)
+
+
+def _pointer(handle: int) -> Any:
+    """What ctypes passes as a pointer with the value of ``handle``, made once for all calls."""
+    return ctypes.byref(ctypes.c_ubyte.from_address(handle))
 
 
 @lru_cache(maxsize=256)
 def _maker(
-    form: tuple[tuple[tuple[int, int], ...], ...], launches: int, names: tuple[str, ...]
+    form: tuple[tuple[tuple[int, int], ...], ...], maps: tuple[int, ...], launches: int, names: tuple[str, ...]
 ) -> Callable[..., Launch]:
     """Makes launch functions, as :func:`keysieve.relaunch._maker` does: their values are their own variables."""
     groups, each = range(len(form)), range(launches)
-    made = [f"{name}_{i}" for name, over in (("pack", groups), ("start", groups)) for i in over]
-    made += [f"{name}_{i}" for name in ("config", "handle", "params", "again") for i in each]
+    made = [f"pack_{i}" for i in groups] + [f"start_{i}" for i in groups]
+    made += [f"node_{i}" for i in each] + [f"params_{i}" for i in each]
     given = ", ".join(names)
-    body = ["  if stream != block.stream:", "   block.move_to(stream)"]
+    # The legacy stream (0) cannot be captured, and to ask whether it is can be an error.
+    body = [
+        "  if stream != block.stream:",
+        "   block.move_to(stream)",
+        "  if not block.usable or (stream and capturing()):",
+        f"   return again({given}, stream)",
+    ]
     for i, group in enumerate(form):
         values = [names[address] + (f" + {added}" if added else "") for address, added in group]
         body.append(f"  pack_{i}(memory, start_{i}, {', '.join(values)})")
-    for i in each:
-        body += [f"  if launch(config_{i}, handle_{i}, params_{i}, None):", f"   return again_{i}({given}, stream)"]
-    head = [f"def make(block, memory, launch, {', '.join(made)}):", f" def prepared({given}, stream):"]
+    refused = [f"({names[address]} != mapped[{i}] and remap({i}, {names[address]}))" for i, address in enumerate(maps)]
+    refused += [f"set_node(executable, node_{i}, params_{i})" for i in each]
+    body += [
+        f"  if {' or '.join([*refused, 'start(executable, block.handle)'])}:",
+        f"   again({given}, stream)",  # which says why
+    ]
+    head = [
+        f"def make(block, graph, set_node, start, capturing, again, executable, {', '.join(made)}):",
+        " memory, mapped, remap = block.memory, block.mapped, block.remap",
+        f" def prepared({given}, stream, graph=graph):",  # the graph lives as long as the function
+    ]
     scope: dict[str, Any] = {}
     exec(compile("\n".join([*head, *body, " return prepared"]), "<keysieve prepared launches>", "exec"), scope)
     maker: Callable[..., Launch] = scope["make"]

@@ -83,37 +83,44 @@ class Launches:
     Args:
         calls: what a :class:`Recorder` wrote down.
         names: the addresses that a call gets, in this order, all positional; then comes the stream's handle.
+        in_graph: whether an executable graph may take their place: not where the kernel after them is to start early.
 
     Attributes:
         function: what a call does, for those who call it in every step.
+        unprepared: why :meth:`prepared` answered None, if it did.
     """
 
-    __slots__ = ("_calls", "_names", "function")
+    __slots__ = ("_calls", "_in_graph", "_names", "function", "unprepared")
 
-    def __init__(self, calls: Calls, names: Sequence[str]) -> None:
-        self._calls, self._names = tuple(calls), tuple(names)
+    def __init__(self, calls: Calls, names: Sequence[str], *, in_graph: bool = True) -> None:
+        self._calls, self._names, self._in_graph = list(calls), tuple(names), in_graph
         self.function = launch_list(calls, names)
+        self.unprepared = ""
 
     def __call__(self, *args: int) -> None:
         self.function(*args)
 
     def prepared(self, addresses: Sequence[int], aligned: Sequence[int], index: int) -> Callable[..., None] | None:
-        """A function that makes the calls through the driver alone, or None: see :func:`keysieve.prepared.prepare`.
+        """A function that makes the calls as one graph, or None: see :func:`keysieve.prepared.prepare`.
 
         addresses: of a call. aligned: what each of them is a multiple of. index: the current device's.
         """
         found, stream = driver(), _capture_streams.get(index)
-        if found is None or stream is None:
+        if found is None or stream is None or not self._in_graph:
+            self.unprepared = "not wanted" if not self._in_graph else "no driver that can"
             return None
-        calls = list(self._calls)
-        again = [launch_list(calls[i:], self._names) for i in range(len(calls))]
+        first = launch_list(self._calls[:1], self._names)
+        names, given = self._names, tuple(addresses)
         try:
-            return prepare(
-                found, launch_list(calls[:1], self._names), again, self._names, tuple(addresses), aligned, stream
-            )
-        except (DriverError, LaunchError):
+            return prepare(found, first, self.function, names, given, aligned, stream, _capturing)
+        except (DriverError, LaunchError) as error:
+            self.unprepared = str(error)
             return None  # launched as before
 
+
+_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 _capture_streams: dict[int, int] = {}
 """Device -> a stream that launches are captured on to be prepared, and nothing runs on."""

@@ -173,7 +173,8 @@ class Sm90Runner(StreamWorkspace):
         copied = lens.dtype != torch.int32 or not lens.is_contiguous()
         with self.lock:
             calls = self._written_down(step, place, out, self._lens[: step.rows] if copied else named(lens, "seq_lens"))
-            relaunch = Sm90Relaunch(self, Launches(calls, ADDRESSES), self._take_lengths if copied else None)
+            launches = Launches(calls, ADDRESSES, in_graph=not self.plan.problem.early_release)
+            relaunch = Sm90Relaunch(self, launches, self._take_lengths if copied else None)
         tensors = (step.codes, step.cache.data, step.weights, lens, step.index_table, place.kv_table, *out, step.words)
         relaunch.launch(lens, *(0 if t is None else t.data_ptr() for t in tensors))
         return relaunch
