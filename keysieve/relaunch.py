@@ -9,13 +9,12 @@ integers become a :func:`launch_list`. What an argument means stays written in o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from keysieve.driver import DriverError, driver
+from keysieve.driver import Driver, DriverError, driver
 from keysieve.prepared import prepare
 
 
@@ -105,13 +104,14 @@ class Launches:
 
         addresses: of a call. aligned: what each of them is a multiple of. index: the current device's.
         """
-        found, stream = driver(), _capture_streams.get(index)
-        if found is None or stream is None or not self._in_graph:
+        found = driver()
+        if found is None or not self._in_graph:
             self.unprepared = "not wanted" if not self._in_graph else "no driver that can"
             return None
         first = launch_list(self._calls[:1], self._names)
         names, given = self._names, tuple(addresses)
         try:
+            stream = _capture_stream(found, index)
             return prepare(found, first, self.function, names, given, aligned, stream, _capturing)
         except (DriverError, LaunchError) as error:
             self.unprepared = str(error)
@@ -126,12 +126,11 @@ _capture_streams: dict[int, int] = {}
 """Device -> a stream that launches are captured on to be prepared, and nothing runs on."""
 
 
-def may_prepare(index: int) -> None:
-    """Make once what :meth:`Launches.prepared` needs on the current device, `index`: a stream, if there is a driver."""
-    found = driver()
-    if index not in _capture_streams and found is not None:
-        with suppress(DriverError):
-            _capture_streams[index] = found.new_stream()
+def _capture_stream(found: Driver, index: int) -> int:
+    """The stream to capture on, of the current device, `index`."""
+    if index not in _capture_streams:
+        _capture_streams[index] = found.new_stream()
+    return _capture_streams[index]
 
 
 def launch_list(calls: Calls, names: Sequence[str]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from keysieve.cache import IndexCache
 from keysieve.forms import same_form
 from keysieve.inputs import Selection
 from keysieve.launch import capturing
-from keysieve.relaunch import Launches, may_prepare
+from keysieve.relaunch import Launches
 
 MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
@@ -351,8 +351,6 @@ def known_call(
     relaunch: Relaunch,
 ) -> AnyForm | UsualForm:
     """A :class:`KnownCall` of these arguments: ``repeat`` makes the call again if it has this form."""
-    if isinstance(relaunch.direct, Launches) and not capturing():
-        may_prepare(relaunch.index)
     table, out, counts, _, words = arguments[5:]
     every = table is not None and out is not None and counts is not None
     usual = relaunch.direct is not None and every and words is None and positions is False

@@ -62,6 +62,9 @@ class Fake:
         if executable:
             del self.executables[executable]
 
+    def new_stream(self) -> int:
+        raise DriverError("no stream")
+
     def ordinary(self, stream: int) -> bool:
         return stream not in self.unusual
 
@@ -269,13 +272,14 @@ def test_without_a_driver_or_a_stream_nothing_is_prepared(monkeypatch: pytest.Mo
     target = Target()
     launches = Launches([(target, (Address(3, "query"), 8))], ("query",))
     monkeypatch.setattr(relaunch, "driver", lambda: None)
-    relaunch.may_prepare(0)
     assert launches.prepared((16,), (16,), 0) is None
     launches(48, 5)
     assert target.calls == [(48, 8, 5)]
     fake = Fake()
     monkeypatch.setattr(relaunch, "driver", lambda: fake)
-    assert launches.prepared((16,), (16,), 0) is None  # no stream
+    monkeypatch.setattr(relaunch, "_capture_streams", {})
+    assert launches.prepared((16,), (16,), 0) is None  # no stream can be had
+    assert "no stream" in launches.unprepared
     monkeypatch.setattr(relaunch, "_capture_streams", {0: 5})
     assert launches.prepared((16,), (16,), 0) is None  # nothing was captured
     assert Launches([(target, (Address(3, "query"), 8))], ("query",), in_graph=False).prepared((16,), (16,), 0) is None

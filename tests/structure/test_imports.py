@@ -29,6 +29,8 @@ LAYERS = {
     "keysieve.compile": 4,
     "keysieve.launch": 5,
     "keysieve.residency": 2,
+    "keysieve.driver": 5,
+    "keysieve.prepared": 5,
     "keysieve.relaunch": 5,
     "keysieve.forms": 1,
     "keysieve.repeats": 5,
