@@ -15,7 +15,22 @@ from keysieve.bench.caches import page_values, query_values
 from keysieve.testing.inject import inject_keys, probe_query
 from keysieve.testing.score_bound import UNIT, logit_bound
 
-SHAPES = [(8, 1), (8, 3), (8, 5), (8, 8), (16, 2), (32, 1), (32, 2), (32, 5), (64, 1), (64, 2), (64, 8)]
+SHAPES = [
+    (8, 1),
+    (8, 3),
+    (8, 5),
+    (8, 8),
+    (16, 2),
+    (32, 1),
+    (32, 2),
+    (32, 4),
+    (32, 5),
+    (32, 8),
+    (64, 1),
+    (64, 2),
+    (64, 4),
+    (64, 8),
+]
 
 
 def oracle(p: sc.Problem) -> list[torch.Tensor | None]:
