@@ -8,6 +8,7 @@ integers become a :func:`launch_list`. What an argument means stays written in o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
@@ -104,9 +105,9 @@ class Launches:
 
         addresses: of a call. aligned: what each of them is a multiple of. index: the current device's.
         """
-        found = driver()
-        if found is None or not self._in_graph:
-            self.unprepared = "not wanted" if not self._in_graph else "no driver that can"
+        found = driver() if self._in_graph and _graphs_wanted() else None
+        if found is None:
+            self.unprepared = "not wanted, or no driver that can"
             return None
         first = launch_list(self._calls[:1], self._names)
         names, given = self._names, tuple(addresses)
@@ -116,6 +117,15 @@ class Launches:
         except (DriverError, LaunchError) as error:
             self.unprepared = str(error)
             return None  # launched as before
+
+
+GRAPHS_ENV = "KEYSIEVE_STEP_GRAPHS"
+"""Environment variable: 0 has repeated eager steps launch their kernels one by one, as a first step does."""
+
+
+def _graphs_wanted() -> bool:
+    """Not where every kernel is to be waited for (to find one that fails): nobody waits for those of a graph."""
+    return os.environ.get(GRAPHS_ENV) != "0" and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 
 
 _capturing: Callable[[], bool] = getattr(
