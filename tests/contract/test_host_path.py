@@ -17,14 +17,18 @@ from hypothesis import strategies as st
 import keysieve as ks
 from keysieve import IndexerSpec, forms, repeats
 from keysieve import indexer as indexer_module
+from keysieve.relaunch import Launches
 
 Change = Callable[[Any], Any]
 
 
-@pytest.fixture(params=["torch compares forms", "python compares forms"])
+@pytest.fixture(params=["torch compares forms", "python compares forms", "launches are prepared at once"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A faked device, under both ways of comparing the form of tensors."""
     made = Device()
+    if request.param.startswith("launches"):
+        monkeypatch.setattr(repeats, "PREPARED_AFTER", 1)
+        monkeypatch.setattr(Launches, "prepared", lambda launches, *_: launches.function)
     if request.param.startswith("python"):
         monkeypatch.setattr(forms, "_works", False)
     else:

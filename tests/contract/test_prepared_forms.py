@@ -1,0 +1,155 @@
+"""When a known form's launches are prepared, and what launches before, after, and where that fails: a faked device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from faked_gpu import Device, arguments, build, call, moved
+
+import keysieve as ks
+from keysieve import repeats
+from keysieve.relaunch import Launches
+from keysieve.repeats import ADDRESSES
+
+USUAL = arguments() | {"positions": False}
+FORMS = {"usual": USUAL, "any": arguments()}
+
+
+class Preparing:
+    """In place of Launches.prepared: counts, and answers with a launch function of its own, or None."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        self.launched: list[tuple[int, ...]] = []
+        self.refuses = False
+        self.capturing = False
+
+    def __call__(self, *args: Any) -> Callable[..., None] | None:
+        self.asked.append(args)  # type: ignore[arg-type]  # as they are
+        if self.refuses:
+            return None
+
+        def launch(*addresses: int) -> None:
+            self.launched.append(addresses)
+
+        return launch
+
+
+@pytest.fixture
+def preparing(monkeypatch: pytest.MonkeyPatch) -> Preparing:
+    made = Preparing()
+    monkeypatch.setattr(Launches, "prepared", lambda _launches, *args: made(*args))
+    monkeypatch.setattr(repeats, "PREPARED_AFTER", 3)
+    monkeypatch.setattr(repeats, "capturing", lambda: made.capturing)
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    made.install(monkeypatch)
+    return made
+
+
+def addresses_of(given: dict[str, Any]) -> tuple[int, ...]:
+    tensors = given | {"cache": given["cache"].data, "words": None}
+    return tuple(getattr(tensors[name], "data_ptr", lambda: 0)() for name in ADDRESSES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_after_some_repeats_the_prepared_launches_are_made(device: Device, preparing: Preparing, form: str) -> None:
+    indexer, given = build(), FORMS[form]
+    for _ in range(4):  # checked, and three repeats
+        assert not preparing.launched
+        call(indexer, given)
+    assert len(device.launched) == 8
+    ((addresses, aligned, index),) = preparing.asked
+    assert addresses == addresses_of(given)
+    assert dict(zip(ADDRESSES, aligned, strict=True)) == dict.fromkeys(ADDRESSES, 2) | {"query": 16, "cache": 16}
+    assert index == 0
+    other = given | {"weights": given["weights"].clone(), "query": moved(given["query"], 16).view(given["query"].dtype)}
+    for asked in (other, given, other):
+        assert call(indexer, asked).rows is asked["out"]
+        assert preparing.launched.pop() == (*addresses_of(asked), 0)
+    assert len(device.launched) == 8
+    assert len(preparing.asked) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_where_nothing_can_be_prepared_it_goes_on_as_before(device: Device, preparing: Preparing, form: str) -> None:
+    indexer, given = build(), FORMS[form]
+    preparing.refuses = True
+    for _ in range(9):
+        call(indexer, given)
+    assert len(preparing.asked) == 1
+    assert len(device.launched) == 18
+
+
+@pytest.mark.usefixtures("device")
+def test_nothing_is_prepared_during_a_capture(preparing: Preparing) -> None:
+    indexer, given = build(), FORMS["usual"]
+    preparing.capturing = True
+    for _ in range(9):
+        call(indexer, given)
+    assert not preparing.asked
+    preparing.capturing = False
+    call(indexer, given)
+    assert len(preparing.asked) == 1
+    call(indexer, given)
+    assert len(preparing.launched) == 1
+
+
+def test_another_stream_takes_its_turn_first(device: Device, preparing: Preparing) -> None:
+    """Steps of a stream that was not the last one's are ordered, and launched by host functions; the next is not."""
+    indexer, given = build(), FORMS["usual"]
+    for _ in range(5):
+        call(indexer, given)
+    assert len(preparing.launched) == 1
+    before = len(device.launched)
+    device.stream = 7
+    call(indexer, given)
+    assert device.waits == [(7, 0)]
+    assert (len(preparing.launched), len(device.launched)) == (1, before + 2)
+    call(indexer, given)
+    assert preparing.launched[-1][-1] == 7
+    assert len(device.launched) == before + 2
+
+
+@pytest.mark.usefixtures("device", "preparing")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_dropped_indexer_leaves_nothing_behind(form: str, steps: int) -> None:
+    indexer, given = build(), FORMS[form]
+    for _ in range(steps):
+        call(indexer, given)
+    workspace = weakref.ref(indexer._runner)
+    gc.collect()
+    gc.disable()
+    try:
+        del indexer
+        assert workspace() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("device")
+def test_early_release_keeps_its_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that follows a graph waits for all of it."""
+    seen = []
+    real = Launches.prepared
+
+    def prepared(launches: Launches, *args: Any) -> Callable[..., None] | None:
+        seen.append(launches._in_graph)
+        return real(launches, *args)
+
+    monkeypatch.setattr(Launches, "prepared", prepared)
+    monkeypatch.setattr(repeats, "PREPARED_AFTER", 1)
+    for early in (False, True):
+        indexer: ks.DecodeIndexer = build(early_release=early)
+        for _ in range(3):
+            call(indexer, FORMS["usual"])
+    assert seen == [True, False]
