@@ -22,6 +22,7 @@ from keysieve.forms import same_form
 from keysieve.inputs import Selection
 from keysieve.launch import capturing
 from keysieve.relaunch import Launches
+from keysieve.usual_forms import given_buffers, new_buffers, selection
 
 MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
@@ -162,63 +163,6 @@ class KnownCall:
         self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
 
-    def usual(self, direct: Callable[..., None]) -> Callable[..., Selection | None]:
-        """What :meth:`any_form` does, for its most frequent form: a table, rows and counts given, no positions; FP8.
-
-        The form's values are the function's own variables and no branch is left for other forms: a tenth of what
-        Python costs in a step. direct: makes the launches.
-        """
-        same, key_format, page, rows_a_block = self._same, self._key_format, self._kv_page, self._block_rows
-        misaligned, rows_bytes, counts_bytes = self._misaligned, self._rows_bytes, self._counts_bytes
-        current_device, raw_stream, index, turns = self._current_device, self._raw_stream, self._index, self._turns
-        acquire, release, launch = self._lock.acquire, self._lock.release, self.relaunch.launch
-
-        def repeat(
-            query: Any,
-            cache: Any,
-            weights: Any,
-            seq_lens: Any,
-            index_table: Any,
-            kv_table: Any,
-            kv_page: Any,
-            block_rows: Any,
-            positions: Any,
-            out: Any,
-            counts: Any,
-            site: int,
-        ) -> Selection | None:
-            if type(cache) is not IndexCache or cache._spec.key_format != key_format or positions is not False:
-                return None
-            if kv_page is not page and (type(kv_page) is not int or kv_page != page):
-                return None
-            if block_rows is not rows_a_block and (type(block_rows) is not int or block_rows != rows_a_block):
-                return None
-            data = cache._data
-            if not same(query, data, weights, seq_lens, index_table, kv_table, out, counts):
-                return None
-            codes, pool, first, number = query.data_ptr(), data.data_ptr(), out.data_ptr(), counts.data_ptr()
-            if (codes | pool) & misaligned or (first < number + counts_bytes and number < first + rows_bytes):
-                return None
-            heads, lens, pages, table = (
-                weights.data_ptr(),
-                seq_lens.data_ptr(),
-                index_table.data_ptr(),
-                kv_table.data_ptr(),
-            )
-            acquire()  # not a with statement, which takes twice the time
-            try:
-                if current_device() == index:
-                    stream = raw_stream(index)
-                    if stream == turns.stream:
-                        direct(codes, pool, heads, lens, pages, table, first, number, 0, 0, stream)
-                        return _selection(Selection, (out, counts, None))
-            finally:
-                release()
-            launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, 0, 0, site)
-            return _selection(Selection, (out, counts, None))
-
-        return repeat
-
     def launch_by(self, direct: Callable[..., None]) -> None:
         """Make the launches with ``direct`` from now on, where nothing has to be done before them."""
         self._direct = direct
@@ -291,9 +235,9 @@ class KnownCall:
                 stream = self._raw_stream(index)
                 if stream == self._turns.stream and self._direct is not None:
                     self._direct(codes, pool, heads, lens, pages, table, first, number, other, scale, stream)
-                    return _selection(Selection, (out, counts, positions))
+                    return selection(Selection, (out, counts, positions))
         self.relaunch.launch(seq_lens, codes, pool, heads, lens, pages, table, first, number, other, scale, site)
-        return _selection(Selection, (out, counts, positions))
+        return selection(Selection, (out, counts, positions))
 
 
 class AnyForm(KnownCall):
@@ -305,18 +249,22 @@ class AnyForm(KnownCall):
 
 
 class UsualForm(KnownCall):
-    """A known call of the most frequent form, with a function of its own."""
+    """A known call of one of the two most frequent forms, with a function of its own."""
 
     __slots__ = ("repeat",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self._direct is not None
-        self.repeat: Callable[..., Selection | None] = self.usual(self._direct)
+        self.repeat = self.function(self._direct)
 
     def launch_by(self, direct: Callable[..., None]) -> None:
         super().launch_by(direct)
-        self.repeat = self.usual(direct)
+        self.repeat = self.function(direct)
+
+    def function(self, direct: Callable[..., None]) -> Callable[..., Selection | None]:
+        """What :meth:`any_form` does for this form, by ``direct``."""
+        return (given_buffers if self._absent is None else new_buffers)(self, direct)
 
 
 class _Warming:
@@ -352,13 +300,9 @@ def known_call(
 ) -> AnyForm | UsualForm:
     """A :class:`KnownCall` of these arguments: ``repeat`` makes the call again if it has this form."""
     table, out, counts, _, words = arguments[5:]
-    every = table is not None and out is not None and counts is not None
-    usual = relaunch.direct is not None and every and words is None and positions is False
+    buffers = (out is None) == (counts is None)
+    usual = relaunch.direct is not None and table is not None and buffers and words is None and positions is False
     return (UsualForm if usual else AnyForm)(arguments, cache, kv_page, block_rows, positions, result, relaunch)
-
-
-_selection = tuple.__new__
-"""Makes a Selection of its fields in half the time that calling the class takes."""
 
 
 def repeatable(cache: object, seq_lens: torch.Tensor, kv_page: object, block_rows: object) -> bool:

@@ -27,7 +27,7 @@ from keysieve.bench.caches import make_pool
 from keysieve.bench.places import require_file
 from keysieve.bench.score import TOPK, Case, Inputs, make_inputs
 from keysieve.relaunch import Calls, launch_list
-from keysieve.repeats import ADDRESSES, PREPARED_AFTER, UsualForm
+from keysieve.repeats import ADDRESSES, PREPARED_AFTER
 
 CASE = Case("1x4K", (4096,))
 
@@ -95,7 +95,7 @@ class Parts:
         for _ in range(PREPARED_AFTER + 2):
             self.step()
         # As in a program that steps with its own buffers only: their form is asked first.
-        self.indexer._known = tuple(sorted(self.indexer._known, key=lambda form: not isinstance(form, UsualForm)))
+        self.indexer._known = tuple(sorted(self.indexer._known, key=lambda form: form._absent is not None))
         known: Any = self.indexer._known[0]
         runner: Any = self.indexer._runner
         x, stream = self.x, runner.stream
@@ -105,7 +105,7 @@ class Parts:
         prepared, by_host = known._direct, launch_list(calls, ADDRESSES)
         first, second = launch_list(calls[:1], ADDRESSES), launch_list(calls[1:], ADDRESSES)
         nothing: Calls = [(Silent(), args) for _, args in calls]
-        forms = {"quiet": known.usual(launch_list(nothing, ADDRESSES)), "host": known.usual(by_host)}
+        forms = {"quiet": known.function(launch_list(nothing, ADDRESSES)), "host": known.function(by_host)}
 
         def replaced(form: str) -> object:
             kept, known.repeat = known.repeat, forms[form]

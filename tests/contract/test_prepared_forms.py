@@ -16,7 +16,7 @@ from keysieve.relaunch import Launches
 from keysieve.repeats import ADDRESSES
 
 USUAL = arguments() | {"positions": False}
-FORMS = {"usual": USUAL, "any": arguments()}
+FORMS = {"usual": USUAL, "any": arguments(), "new buffers": USUAL | {"out": None, "counts": None}}
 
 
 class Preparing:
@@ -55,8 +55,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     return made
 
 
-def addresses_of(given: dict[str, Any]) -> tuple[int, ...]:
-    tensors = given | {"cache": given["cache"].data, "words": None}
+def addresses_of(given: dict[str, Any], filled: ks.Selection) -> tuple[int, ...]:
+    tensors = given | {"cache": given["cache"].data, "words": None, "out": filled.rows, "counts": filled.counts}
     return tuple(getattr(tensors[name], "data_ptr", lambda: 0)() for name in ADDRESSES)
 
 
@@ -65,16 +65,17 @@ def test_after_some_repeats_the_prepared_launches_are_made(device: Device, prepa
     indexer, given = build(), FORMS[form]
     for _ in range(4):  # checked, and three repeats
         assert not preparing.launched
-        call(indexer, given)
+        filled = call(indexer, given)
     assert len(device.launched) == 8
     ((addresses, aligned, index),) = preparing.asked
-    assert addresses == addresses_of(given)
+    assert addresses == addresses_of(given, filled)
     assert dict(zip(ADDRESSES, aligned, strict=True)) == dict.fromkeys(ADDRESSES, 2) | {"query": 16, "cache": 16}
     assert index == 0
     other = given | {"weights": given["weights"].clone(), "query": moved(given["query"], 16).view(given["query"].dtype)}
     for asked in (other, given, other):
-        assert call(indexer, asked).rows is asked["out"]
-        assert preparing.launched.pop() == (*addresses_of(asked), 0)
+        filled = call(indexer, asked)
+        assert asked["out"] is None or filled.rows is asked["out"]
+        assert preparing.launched.pop() == (*addresses_of(asked, filled), 0)
     assert len(device.launched) == 8
     assert len(preparing.asked) == 1
 

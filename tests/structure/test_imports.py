@@ -33,6 +33,7 @@ LAYERS = {
     "keysieve.prepared": 5,
     "keysieve.relaunch": 5,
     "keysieve.forms": 1,
+    "keysieve.usual_forms": 5,
     "keysieve.repeats": 5,
     "keysieve.testing": 5,
     "keysieve.dcp": 6,
