@@ -99,7 +99,8 @@ def places(
         for i, address in enumerate(new):
             if address and same(_put(driver, before, [Place(-1, i)], new), after, ignored):
                 return [Place(-1, i)]
-    raise DriverError(f"a parameter of {len(before)} bytes differs by more than addresses")
+    unexplained = [i for i, (a, b) in enumerate(zip(_put(driver, before, found, new), after, strict=True)) if a != b]
+    raise DriverError(f"a parameter of {len(before)} bytes differs by more than addresses, in bytes {unexplained}")
 
 
 def _put(driver: Driver, value: bytes, where: Sequence[Place], addresses: Addresses) -> bytes:
@@ -207,7 +208,7 @@ class Block:
 
 def prepare(
     driver: Driver,
-    first: Launch,
+    single: Sequence[Launch],
     again: Launch,
     names: Sequence[str],
     addresses: Addresses,
@@ -219,8 +220,8 @@ def prepare(
 
     Args:
         driver: the driver.
-        first: makes the first of the launches only.
-        again: makes the launches. Both take addresses and stream.
+        single: makes each of the launches alone.
+        again: makes all of them. All take addresses and stream.
         names: the addresses that they and the function take, all positional, before the stream.
         addresses: those of a call: 0 for what is absent, and absent in every later call.
         aligned: what each of them is a multiple of.
@@ -230,17 +231,25 @@ def prepare(
     Raises:
         DriverError: the launches cannot be told apart into addresses and the rest, or not be one graph.
     """
-
-    def nodes_of(given: Addresses) -> tuple[Node, ...]:
-        def both(to: int) -> None:
-            first(*given, to)  # so that the one after it shows whether it waits for what is ahead of it
-            again(*given, to)
-
-        captured = driver.captured(both, stream)
-        driver.forget(captured.graph, 0)
-        return captured.nodes[1:]
-
     old, new, *held_against = samples(addresses, aligned)
+
+    def nodes_of(given: Addresses) -> list[Node]:
+        found = []
+        for launch in single:
+
+            def after_others(to: int, launch: Launch = launch) -> None:
+                # Behind a kernel, so that it shows whether it waits for it; and behind the same calls each time: what a
+                # structure holds between its members is what they left on the stack.
+                again(*old, to)
+                launch(*given, to)
+
+            captured = driver.captured(after_others, stream)
+            driver.forget(captured.graph, 0)
+            if len(captured.nodes) != len(single) + 1:
+                raise DriverError(f"{len(captured.nodes)} launches were captured, {len(single) + 1} made")
+            found.append(captured.nodes[-1])
+        return found
+
     nodes, others, repeated = nodes_of(old), nodes_of(new), nodes_of(old)
     if not nodes or nodes[0].programmatic:
         raise DriverError("a graph waits for all that is ahead of it, the first launch does not")

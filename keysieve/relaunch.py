@@ -109,11 +109,11 @@ class Launches:
         if found is None:
             self.unprepared = "not wanted, or no driver that can"
             return None
-        first = launch_list(self._calls[:1], self._names)
+        single = [launch_list([call], self._names) for call in self._calls]
         names, given = self._names, tuple(addresses)
         try:
             stream = _capture_stream(found, index)
-            return prepare(found, first, self.function, names, given, aligned, stream, _capturing)
+            return prepare(found, single, self.function, names, given, aligned, stream, _capturing)
         except (DriverError, LaunchError) as error:
             self.unprepared = str(error)
             return None  # launched as before
