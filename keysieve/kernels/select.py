@@ -35,8 +35,9 @@ from keysieve.kernels import select_stages as stages
 from keysieve.kernels import select_steps as steps
 from keysieve.kernels.select_config import SelectConfig, SharedMap
 
-DROP_ROWS = 16384
-"""Tile rows (288 bytes of results each) above which dropping them from L2 is worth its instructions."""
+DROP_ROWS = 35840
+"""Tile rows (288 bytes of results each) above which a step's results are dropped from L2: of so many the scorer asks L2
+to keep all (`KEPT_ROWS`), so that they are overwritten before anything writes them to memory."""
 
 
 class Select:
@@ -264,13 +265,14 @@ class Select:
             found, slot = stages.find_keys(base, words, count, k, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)
             listed = base + Uint32(self.map.groups)
+            policy = places.output_policy(k, config)
             for index in cutlass.range(thread, found, config.threads, unroll=2):
                 unit = Int32(ptx.load_shared(picks + Uint32(index) * Uint32(4)))
                 group = first + (unit >> Int32(3))
                 if two_level:
                     group = Int32(ptx.load_shared(listed + Uint32(unit >> Int32(3)) * Uint32(4)))
                 position = group * Int32(8) + (unit & Int32(7)) - head
-                places.write_one(base, slot + index, position, table_row, first_block, where, target, config)
+                places.write_one(base, slot + index, position, table_row, first_block, where, target, policy, config)
             steps.mark(base, thread, 11, config)
             if cutlass.const_expr(config.maxima):
                 blocks, _, _ = cute.arch.grid_dim()

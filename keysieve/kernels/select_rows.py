@@ -11,11 +11,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels.schedule import FLAG_BAD_LENGTH, FLAG_OVERFLOW, tiles_and_half, usable_length
 from keysieve.kernels.select_config import SelectConfig, SharedMap
+
+KEPT_WORDS = 368640
+"""Physical rows (four bytes each) that L2 is asked to keep: an eighth of the 11.25 MiB that an H200's driver sets aside
+for what is asked to stay, of which the scorer's results have the rest."""
 
 
 @cute.jit
@@ -242,6 +247,22 @@ def fetch_table(
     return address, first_block
 
 
+@dsl_user_op
+def store_kept(addr: Int64, value: Int32, policy: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """A 32-bit word to global memory under an L2 policy."""
+    ptx.asm("st.global.L2::cache_hint.b32 [$0], $1, $2;", "l,r,l", (), (addr, value, policy), loc=loc, ip=ip)
+
+
+@cute.jit
+def output_policy(k: Int32, config: cutlass.Constexpr[SelectConfig]) -> Int64:
+    """L2's policy for the physical rows behind a scorer: asked to stay where all of them fit beside the results that it
+    asks to stay. The next kernel reads them, and the next step writes there: were they written to memory in between,
+    that would come between the keys."""
+    blocks, _, _ = cute.arch.grid_dim()
+    fits = blocks * k <= Int32(KEPT_WORDS * config.cluster)
+    return cutlass.select_(fits, ptx.l2_policy("evict_last"), ptx.l2_policy("evict_normal"))
+
+
 @cute.jit
 def write_one(
     base: Uint32,
@@ -251,6 +272,7 @@ def write_one(
     first_block: Int32,
     where: Any,
     target: Any,
+    policy: Int64,
     config: cutlass.Constexpr[SelectConfig],
 ) -> None:
     """One output slot; position -1 writes -1. The table is looked up in shared memory if `first_block` >= 0."""
@@ -263,7 +285,11 @@ def write_one(
     if table_row != Int64(0) and position >= Int32(0):
         entry = ptx.load(table_row + Int64(position >> page_log2) * Int64(4), Int32)
         physical = physical_row(entry, position, page_log2, block_rows)
-    ptx.store(out + (Int64(row) * out_stride + Int64(slot)) * Int64(4), physical)
+    place_out = out + (Int64(row) * out_stride + Int64(slot)) * Int64(4)
+    if cutlass.const_expr(config.maxima):
+        store_kept(place_out, physical, policy)
+    else:
+        ptx.store(place_out, physical)
     if positions != Int64(0):
         ptx.store(positions + (Int64(row) * positions_stride + Int64(slot)) * Int64(4), position)
 
@@ -280,8 +306,9 @@ def write_all(
 ) -> None:
     """A short row: every key, then -1."""
     table_row = table_address(where)
+    policy = output_policy(k, config)
     for slot in cutlass.range(thread, k, config.threads, unroll=4):
         position = slot
         if slot >= length:
             position = Int32(-1)
-        write_one(base, slot, position, table_row, Int32(-1), where, target, config)
+        write_one(base, slot, position, table_row, Int32(-1), where, target, policy, config)
