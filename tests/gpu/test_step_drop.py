@@ -15,12 +15,12 @@ Case = tuple[int, int, int, str, torch.dtype, int, int]
 
 LARGE: list[Case] = [
     # heads, topk, next_n, format, weights, requests, longest: some of the rows are long enough, others are not
-    (32, 2048, 2, "fp8_fp32", torch.float32, 40, 90000),
-    (32, 512, 1, "fp8_fp32", torch.float32, 129, 55000),
-    (8, 2048, 1, "fp8_fp32", torch.float32, 24, 300001),
-    (8, 512, 8, "fp8_fp32", torch.float32, 1, 900001),  # few keys for many tile rows: the one for a sanitizer
+    (32, 2048, 2, "fp8_fp32", torch.float32, 40, 75000),
+    (32, 512, 1, "fp8_fp32", torch.float32, 129, 45000),
+    (8, 2048, 1, "fp8_fp32", torch.float32, 24, 240001),
+    (8, 512, 8, "fp8_fp32", torch.float32, 1, 750001),  # few keys for many tile rows: the one for a sanitizer
 ]
-TURNS = 100
+TURNS = 60
 
 
 def two_indexers(x: Inputs, device: torch.device) -> list[ks.DecodeIndexer]:
@@ -57,7 +57,7 @@ def test_dropped_results(device: torch.device, case: Case) -> None:
     x = Inputs(device, case, seed=33)
     positions, counts = x.expected()
     both = two_indexers(x, device)
-    for turn in range(3):
+    for turn in range(2):
         for indexer in both:
             out = indexer(*x.arguments(), positions=True)
             assert out.positions is not None
