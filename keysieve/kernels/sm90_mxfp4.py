@@ -18,6 +18,7 @@ from keysieve.kernels.sm90_mxfp4_consume import consume as consume_late
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
 from keysieve.kernels.sm90_mxfp4_places import place_tiles
 from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
+from keysieve.kernels.sm90_mxfp4_rows import WideRows
 from keysieve.kernels.sm90_mxfp4_send import Pages, send_batch
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, PAGES_PER_TILE, ScoreConfig, ScoreShape, chunks_of
@@ -128,7 +129,7 @@ class Mxfp4Kernel(ScoreKernel):
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """Keys come from registers."""
-        return WideProducts(self, shared, thread)
+        return WideRows(self, shared, thread) if self.shape.by_rows else WideProducts(self, shared, thread)
 
     def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
         """The work of a consumer thread: where one product takes all rows, results follow a tile late."""

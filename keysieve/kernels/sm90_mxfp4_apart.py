@@ -189,9 +189,6 @@ def row_sums(
         column = Uint32(row * Int32(kernel.config.heads) + block * Int32(8))
         held = Uint32(product_column(kernel.config, column + Uint32(lane >> Int32(2))))
         line = query + held * Uint32(128) + Uint32(quad) * Uint32(4)
-        depth = []
-        for chunk in cutlass.range_constexpr(2 * STEPS):
-            depth.append(ptx.load_shared(line + ((held & Uint32(7)) ^ Uint32(chunk)) * Uint32(16)))
         mine = stage + (column + Uint32(quad) * Uint32(2)) * Uint32(4)
         factors = packed.load_shared_v2(shared.factors + mine)
         codes = packed.load_shared_v2(shared.codes + mine)
@@ -202,16 +199,25 @@ def row_sums(
         place = place + ((first >> Uint32(3)) & Uint32(1)) * Uint32(8)
         two = packed.load_shared_v2(shared.weights + place)
         weight = [whole_weight(numerics.bits_float(two[v]), factors[v], marked) for v in range(2)]
-        low = [Float32(0.0) for _ in range(4)]
-        high = [Float32(0.0) for _ in range(4)]
-        for b in cutlass.range(BLOCKS, unroll=1):
-            acc = [Float32(0.0) for _ in range(4)]
-            for s in cutlass.range_constexpr(STEPS):
-                a = [Uint32(select(quad == b, words[4 * s + i], Uint32(0))) for i in range(4)]
-                acc = list(warp_mma.product_e4m3(a, depth[2 * s : 2 * s + 2], acc))
-            for i in cutlass.range_constexpr(4):
-                low[i], high[i] = add_block((low[i], high[i]), acc[i], keys[i // 2], scales[i % 2], b)
+        dots = block_dots(words, line, held, keys, scales, quad)
         for i in cutlass.range_constexpr(4):
-            dot = blocks_dot((low[i], high[i]))
-            part[i] = numerics.fma(numerics.max_nan(dot, Float32(0.0)), weight[i % 2], part[i])
+            part[i] = numerics.fma(numerics.max_nan(dots[i], Float32(0.0)), weight[i % 2], part[i])
     return numerics.add(part[0], part[1]), numerics.add(part[2], part[3])
+
+
+@cute.jit
+def block_dots(words: cute.Tensor, line: Uint32, held: Uint32, keys: Any, scales: Any, quad: Int32) -> Any:
+    """Dots of a thread's two keys and two columns, `2 r + v`. line: shared address of its part of column `held`."""
+    depth = []
+    for chunk in cutlass.range_constexpr(2 * STEPS):
+        depth.append(ptx.load_shared(line + ((held & Uint32(7)) ^ Uint32(chunk)) * Uint32(16)))
+    low = [Float32(0.0) for _ in range(4)]
+    high = [Float32(0.0) for _ in range(4)]
+    for b in cutlass.range(BLOCKS, unroll=1):
+        acc = [Float32(0.0) for _ in range(4)]
+        for s in cutlass.range_constexpr(STEPS):
+            a = [Uint32(select(quad == b, words[4 * s + i], Uint32(0))) for i in range(4)]
+            acc = list(warp_mma.product_e4m3(a, depth[2 * s : 2 * s + 2], acc))
+        for i in cutlass.range_constexpr(4):
+            low[i], high[i] = add_block((low[i], high[i]), acc[i], keys[i // 2], scales[i % 2], b)
+    return [blocks_dot((low[i], high[i])) for i in range(4)]

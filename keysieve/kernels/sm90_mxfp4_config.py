@@ -33,6 +33,9 @@ TABLE = 8 * (REACH + 1)
 
 assert TABLE % 16 == 8
 
+CHUNK = fp8.SET * fp8.PART
+"""Columns of four rows and 32 of their heads, where lanes have rows."""
+
 AREA = 3 * 4 * TILE
 """Bytes that say what a tile's scales are, see `sm90_mxfp4_places`."""
 
@@ -96,17 +99,27 @@ def smem_map(config: ScoreConfig, shape: ScoreShape) -> WideMap:
 def plain_tiles(config: ScoreConfig, shape: ScoreShape) -> bool:
     """Are results a tile late, and plain tiles a loop of their own (`sm90_mxfp4_consume`)? Where one product takes all
     rows."""
-    return config.columns <= 64 and len(fp8.chunks_of(config, shape)) == 1
+    return (config.columns <= 64 or side_by_side(config)) and len(fp8.chunks_of(config, shape)) == 1
 
 
 def side_by_side(config: ScoreConfig) -> bool:
     """Are two rows of a request in the two pairs of a quad of lanes (`sm90_mxfp4_pair`)?"""
-    return config.next_n == 2 and config.columns <= 64
+    return config.next_n == 2
+
+
+def by_rows(config: ScoreConfig) -> bool:
+    """Has a lane of a quad all heads of one row (`sm90_mxfp4_rows`)?"""
+    return config.heads >= fp8.PART and config.next_n % fp8.SET == 0
 
 
 def product_column(config: ScoreConfig, column: Any) -> Any:
     """The product's column of a request's column `row * heads + head`: the same, or, with rows side by side, what lane
-    `2 row + j // 2` of a quad holds of head `8 i + 2 j + v`, column `8 (2 i + j % 2) + 2 lane + v`."""
+    `2 row + j // 2` of a quad holds of head `8 i + 2 j + v`, column `8 (2 i + j % 2) + 2 lane + v`; by rows, what lane
+    `row % 4` holds of head `2 b + v` of a part, column `8 b + 2 lane + v` of the chunk of the part and four rows."""
+    if by_rows(config):
+        row, head = column // config.heads, column % config.heads
+        chunk = (row // fp8.SET) * (config.heads // fp8.PART) + head // fp8.PART
+        return chunk * CHUNK + (head % fp8.PART) // 2 * 8 + row % fp8.SET * 2 + head % 2
     if not side_by_side(config):
         return column
     row, head = column // config.heads, column % config.heads
@@ -115,6 +128,11 @@ def product_column(config: ScoreConfig, column: Any) -> Any:
 
 def request_column(config: ScoreConfig, column: Any) -> Any:
     """The inverse of `product_column`."""
+    if by_rows(config):
+        parts = config.heads // fp8.PART
+        chunk, within = column // CHUNK, column % CHUNK
+        row = chunk // parts * fp8.SET + within // 2 % fp8.SET
+        return row * config.heads + chunk % parts * fp8.PART + within // 8 * 2 + within % 2
     if not side_by_side(config):
         return column
     head = (column // 16) * 8 + ((column // 2) % 2) * 4 + ((column // 8) % 2) * 2 + column % 2
@@ -124,13 +142,18 @@ def request_column(config: ScoreConfig, column: Any) -> Any:
 def shape_of(config: ScoreConfig) -> ScoreShape:
     """The cut that is launched for `config`.
 
-    Three warpgroups, each with its tile's keys in registers. More of them, or two smaller blocks, were no faster.
+    Three warpgroups, each with its tile's keys in registers; two where it has more beside them than fits. More of
+    them, or two smaller blocks, were no faster.
     """
     shape = ScoreShape(groups=3, stages=15, registers=(56, 152), chunk_columns=64)
     if config.columns <= 64 and (config.heads, config.next_n) not in fp8.CROWDED:
         shape = replace(shape, query_stages=4, resident=True)
-    elif (config.heads, config.next_n) in ((32, 4), (64, 2)):
-        shape = replace(shape, chunk_columns=128, ahead=1)
+    elif by_rows(config):
+        shape = replace(shape, chunk_columns=CHUNK, ahead=1, by_rows=True)
+        if config.columns > 256:  # three would spill
+            shape = replace(shape, groups=2, stages=14, registers=(56, 224))
+    elif side_by_side(config):  # two rows of 64 heads: three would spill
+        shape = replace(shape, groups=2, stages=14, registers=(56, 224), chunk_columns=128, resident=True)
     while smem_map(config, shape).total > MAX_BLOCK_SHARED:
         shape = replace(shape, stages=shape.stages - shape.groups)
     return shape

@@ -32,8 +32,8 @@ STEPS = HEAD_DIM // K_STEP
 class WideProducts(Products):
     """The matrix products of a tile: keys from registers, widened once for all chunks; queries from shared memory."""
 
-    def __init__(self, kernel: Any, shared: Any, thread: Int32) -> None:
-        heads = kernel.config.heads
+    def place_keys(self, kernel: Any, shared: Any, thread: Int32) -> None:
+        """Where the thread's part of a tile lies, and what is said of it."""
         local = thread % Int32(128)
         lane = local % Int32(32)
         quad = lane & Int32(3)
@@ -45,11 +45,17 @@ class WideProducts(Products):
         own = (quad >> Int32(1)) * Int32(PAGE) + row + (quad & Int32(1)) * Int32(8)
         self.row_place = shared.area + Uint32(row) * Uint32(4) + Uint32(quad)
         self.own_place = shared.area + Uint32(own) * Uint32(4)
+        self.lane_place = shared.area + Uint32(row) * Uint32(4)
         pair = Uint32((quad & Int32(1)) * Int32(PAGE) + row) * Uint32(4)
         if side_by_side(kernel.config):  # through a lane exchange, lest it be worked out anew for every tile
             pair = Uint32(cute.arch.shuffle_sync(pair, lane))
         self.pair_place = shared.area + pair
         self.mark: Any = None
+
+    def __init__(self, kernel: Any, shared: Any, thread: Int32) -> None:
+        heads = kernel.config.heads
+        local = thread % Int32(128)
+        self.place_keys(kernel, shared, thread)
         self.first: list[Any] = []
         self.more: list[Any] = []
         self.b: list[Any] = []

@@ -9,13 +9,14 @@ import pytest
 import keysieve.kernels.sm90_score_config as fp8
 from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED
-from keysieve.kernels.sm90_mxfp4_config import KERNEL, plain_tiles, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_config import KERNEL, by_rows, plain_tiles, shape_of, smem_map
 from keysieve.kernels.sm90_score_config import ScoreConfig, chunks_of
 
 SOME = [
     ScoreConfig("mxfp4", 32, 1, "compact", "float32"),
     ScoreConfig("mxfp4", 32, 2, "compact", "bfloat16"),
     ScoreConfig("mxfp4", 64, 2, "pitched", "bfloat16"),
+    ScoreConfig("mxfp4", 64, 4, "compact", "float32"),
     ScoreConfig("mxfp4", 64, 7, "compact", "float32"),
 ]
 
@@ -45,4 +46,6 @@ def test_instructions(config: ScoreConfig) -> None:
     assert built.facts.count(r"cp\.async\.bulk\.tensor") == 0
     assert "ftz" not in built.ptx, "factors and logits may be subnormal"
     assert "C7512" not in built.notes
-    assert built.facts.count(r"mma\.sync\.aligned\.m16n8k32") == 4 * 2 * len(chunks), "apart: a page of a chunk each"
+    # Apart: of a page each, the steps of a chunk's block of eight columns, or of the four that a row's chains want.
+    turns = config.next_n if by_rows(config) else len(chunks)
+    assert built.facts.count(r"mma\.sync\.aligned\.m16n8k32") == 4 * 2 * turns
