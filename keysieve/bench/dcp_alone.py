@@ -1,4 +1,4 @@
-"""One rank's whole step among W, on one device: its peers' words are its own.
+"""One rank's step among W, and what exchange and merge add to it, on one device: its peers' words are its own.
 
 Each rank of a group does the same work on as many keys, so a group's step is one rank's, but for what the words' way
 takes. Here that rank runs alone: score, local top-N, a push to W places and a merge of W lists, as a `DecodeIndexer`
@@ -14,6 +14,9 @@ import torch
 
 import keysieve as ks
 from keysieve.bench import timing
+from keysieve.bench.dcp import local_keys
+from keysieve.bench.dcp_chain import Chain
+from keysieve.bench.dcp_model import CHAIN
 from keysieve.bench.score import TOPK, Case, make_inputs
 from keysieve.dcp.exchange import virtual_ranks
 from keysieve.reference.local_topk import local_topk
@@ -78,4 +81,50 @@ def measure(world: int, name: str, requests: int, keys: int, pool: torch.Tensor)
         world=world,
         exact=True,
         extra={"local_keys": local, "topn": topn, "virtual": "fed by itself"},
+    )
+
+
+def added(world: int, rows: int, pool: torch.Tensor) -> timing.Record:
+    """A line: what push and merge add to score and local top-N, launches chained as in a step, without any link."""
+    from keysieve.bench.dcp_virtual import Here  # it uses this module
+
+    device, local, topn = pool.device, local_keys(rows), default_topn(TOPK, world)
+    case, spec = Case(f"W{world} {rows} rows", (local,) * rows), ks.IndexerSpec(32, TOPK)
+    ranks = virtual_ranks([device] * world, topn)
+    feed_itself(ranks, spec, rows, local * world, device)
+    chain = Chain(Here(0, world, device, pool), spec, rows, local, topn, ranks[0].memory)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    inputs = make_inputs(case, pool, timing.sets_for(case.read_bytes, l2, 24))
+    common: dict[str, Any] = {"sets": len(inputs), "bytes_per_set": case.read_bytes, "device": device}
+    base = timing.graph_time(lambda i: chain.offer(inputs[i]), **common)
+    full = timing.graph_time(lambda i: chain.step(inputs[i]), **common)
+    chain.settle(inputs[0])
+    few = min(rows, GATED)
+    mine, everyones = torch.full((few,), local), torch.full((few,), local * world)
+    words, _ = local_topk(chain.logits[:few, :local].cpu(), mine, topn, index_planes(local))
+    wanted = merge([words] * world, TOPK, rank=0, planes=index_planes(local), seq_lens=everyones).positions
+    if not torch.equal(chain.positions[:few].cpu(), wanted):
+        raise AssertionError(f"{case.name}, fed by itself: the selection is not that of {world} equal lists")
+    least, most = full.us_min - base.us_max, full.us_max - base.us_min
+    return timing.record(
+        "merge",
+        case.name,
+        timing.Timing(full.us - base.us, least, most, full.iterations, full.replays, full.cached),
+        device,
+        requests=rows,
+        keys=local * world,
+        heads=case.heads,
+        topk=TOPK,
+        format="fp8_fp32",
+        world=world,
+        exact=True,
+        extra={
+            "topn": topn,
+            "transport": "one device",
+            "kind": CHAIN,
+            "virtual": "fed by itself",
+            "local_keys": local,
+            "step_us": round(full.us, 2),
+            "score_local_us": round(base.us, 2),
+        },
     )

@@ -4,24 +4,22 @@
 
 What exchange and merge add to a step of `rows` rows on W ranks, in microseconds:
 
-    added = push + merge + link + chain
-    push  = p0 + p1 * work                                  stores: one device (`dcp-virtual`), less keeping the words
-    merge = m0 + m1 * work + m2 * pairs * W * later + m3 * W       polls, selection, output: one device, words in place
+    added = alone + link
+    alone = a0 + a1 * work + a2 * pairs * W * later + a3 * W  one rank whose peers' words are its own, launches chained
     link  = l0 + bytes / bandwidth                          what devices add: latency, and bytes leaving one at the end
-    chain = c0                       what a merge spares (below 0) that begins beside its push instead of behind it
 
 `pairs` are a row's 16-byte pairs (two words, each with its tag; N is the default of W), `work` = pairs * W * rows in
 hundred thousands, `later` = max(0, rows / SMs - 1): rows that wait for a multiprocessor. `bytes` are those of the last
-min(rows, SMs) rows: what was pushed before travels while kernels work. The link is fitted to rows that multiprocessors
-take at once, together with the chain: of two ranks on two devices (`dcp`), whose launches are chained, less what push
-and merge are by their fits, and of 2, 4 and 8 ranks on two devices, half on each, less the same ranks on one
-(`dcp-virtual --only spread`), which have no part in the chain and where `(W / 2)^2` lists of a row leave a device. In a
-group of W devices W - 1 do.
+min(rows, SMs) rows: what was pushed before travels while kernels work. `alone` is fitted to W = 2 to 16 on one device
+(`dcp-virtual --only chain`). The link is fitted to rows that multiprocessors take at once: of two ranks on two devices
+(`dcp`), less what a rank alone takes by its fit, and of 2, 4 and 8 ranks on two devices, half on each, less the same
+ranks on one (`dcp-virtual --only spread`), where `(W / 2)^2` lists of a row leave a device. In a group of W devices
+W - 1 do.
 
-Coefficients are least squares; the merge's errors are relative. The error of an expectation is twice the root of the
-summed squares of what the three fits leave. A whole step on W devices is the step of one rank whose peers' words are
-its own (`dcp-virtual --only steps`) and the link. Whether a switch with seven peers behaves as one peer does is not in
-it: no machine of more than two devices was measured.
+Coefficients are least squares; the errors of `alone` are relative. The error of an expectation is twice the root of the
+summed squares of what the two fits leave. A whole step on W devices is the step of one rank whose peers' words are its
+own (`dcp-virtual --only steps`) and the link. Whether a switch with seven peers behaves as one peer does is not in it:
+no machine of more than two devices was measured.
 """
 
 from __future__ import annotations
@@ -42,6 +40,8 @@ from keysieve.spec import candidate_words, default_topn
 
 SMS = 132
 TOPK = 2048
+CHAIN = "chain"
+"""`kind` of the lines of what exchange and merge add to a rank's chained launches, alone."""
 WORLDS = (2, 4, 8, 16)
 ROWS = (1, 16, 64, 128, 512)
 
@@ -93,11 +93,7 @@ def fit(points: Points, features: Callable[[int, int], list[float]], relative: b
     return Fit(features, tuple(float(v) for v in found), float(np.sqrt((left**2).sum() / free)), relative)
 
 
-def _push_work(world: int, rows: int) -> list[float]:
-    return [1.0, work(world, rows)]
-
-
-def _merge_work(world: int, rows: int) -> list[float]:
+def _alone_work(world: int, rows: int) -> list[float]:
     later = max(0.0, rows / SMS - 1)
     return [1.0, work(world, rows), pairs_of(world) * world * later / 1000, float(world)]
 
@@ -108,55 +104,50 @@ def _link_work(world: int, rows: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Model:
-    """The three fits, what a chain of launches spares (below 0), and the points they were made from: (world, rows) ->
-    microseconds over NVLink."""
+    """The two fits, and what was measured over NVLink: (world, rows) -> microseconds."""
 
-    push: Fit
-    merge: Fit
+    alone: Fit
     link: Fit
-    chain: float
     measured: dict[tuple[int, int], float]
 
     def error(self, world: int, rows: int) -> float:
         """Microseconds to allow on either side of an expectation."""
-        return 2 * float(np.sqrt(sum(part.left(world, rows) ** 2 for part in (self.push, self.merge, self.link))))
+        return 2 * float(np.hypot(self.alone.left(world, rows), self.link.left(world, rows)))
 
     def added(self, world: int, rows: int) -> float:
         """Exchange and merge on top of score and local top-N, in microseconds."""
-        return sum(part.at(world, rows) for part in (self.push, self.merge, self.link)) + self.chain
+        return self.alone.at(world, rows) + self.link.at(world, rows)
 
 
 def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
     """From the records of `dcp` and `dcp-virtual`; the newest line of a case counts. left_out: a W not to fit to."""
-    pushes: dict[tuple[int, int], float] = {}
-    merges: dict[tuple[int, int], float] = {}
+    by_itself: dict[tuple[int, int], float] = {}
     spread: dict[tuple[int, int], float] = {}
     measured: dict[tuple[int, int], float] = {}
     for line in records:
         key = (line["world"], line["requests"])
-        if line.get("topn") != default_topn(TOPK, line["world"]) or line.get("kind"):
+        if line.get("topn") != default_topn(TOPK, line["world"]):
             continue
-        kind = line["op"], line.get("transport")
-        if kind == ("merge", "one device") and line["world"] != left_out:
-            pushes[key] = line["push_us"] - line["offer_us"]
-            merges[key] = line["us"]
-        elif kind == ("merge", "two devices") and line["world"] != left_out:
+        what = line["op"], line.get("transport"), line.get("kind")
+        if what == ("merge", "one device", CHAIN) and line["world"] != left_out:
+            by_itself[key] = line["us"]
+        elif what == ("merge", "two devices", None) and line["world"] != left_out:
             spread[key] = line["us"]
-        elif kind == ("exchange", "nvlink"):
+        elif what == ("exchange", "nvlink", None):
             measured[key] = line["us"]
-    push = fit([(_push_work(*key), us) for key, us in pushes.items()], _push_work)
-    merge = fit([(_merge_work(*key), us) for key, us in merges.items()], _merge_work, relative=True)
-    links: Points = []
-    for key, us in measured.items():
-        if key[1] <= SMS:
-            links.append(([*_link_work(*key), 1.0], us - push.at(*key) - merge.at(*key)))
+    if not by_itself or not measured:
+        lacking = "chain" if not by_itself else "NVLink"
+        remedy = (
+            "Measure with `keysieve bench dcp` on two GPUs and `keysieve bench dcp-virtual --only chain,steps,spread`."
+        )
+        refuse("--records", got=f"no lines of {lacking}", accepted="lines of both benches", remedy=remedy)
+    alone = fit([(_alone_work(*key), us) for key, us in by_itself.items()], _alone_work, relative=True)
+    links: Points = [(_link_work(*key), us - alone.at(*key)) for key, us in measured.items() if key[1] <= SMS]
     for (world, rows), us in spread.items():
         lists = (world // 2) ** 2
         if rows <= SMS and lists <= max(WORLDS):  # no rank of a group sends more
-            links.append(([1.0, rows * pairs_of(world) * 16 * lists / 1e6, 0.0], us))
-    both = fit(links, _link_work)
-    link = Fit(_link_work, both.values[:2], both.rms, both.relative)
-    return Model(push, merge, link, both.values[2], measured)
+            links.append(([1.0, rows * pairs_of(world) * 16 * lists / 1e6], us))
+    return Model(alone, fit(links, _link_work), measured)
 
 
 def table(found: Model) -> str:
@@ -272,16 +263,15 @@ def main(argv: list[str] | None = None) -> int:
     require_file("--figure", args.figure)
     records = [json.loads(line) for line in args.records.read_text().splitlines() if line.strip()]
     found = model(records)
-    p, m, k = found.push, found.merge, found.link
-    print(f"push  = {p.values[0]:.2f} + {p.values[1]:.2f} * work, left {p.rms:.2f} us")
+    m, k = found.alone, found.link
     terms = f"{m.values[0]:.2f} + {m.values[1]:.2f} * work + {m.values[2]:.2f} * kilopairs * W * later"
-    print(f"merge = {terms} + {m.values[3]:.3f} * W, left {100 * m.rms:.0f} %")
+    print(f"alone = {terms} + {m.values[3]:.3f} * W, left {100 * m.rms:.0f} %")
     speed = 1 / k.values[1] if k.values[1] > 0 else float("inf")
-    print(f"link  = {k.values[0]:.2f} + bytes / {speed:.2f} TB/s, left {k.rms:.2f} us; chain {found.chain:+.2f} us")
+    print(f"link  = {k.values[0]:.2f} + bytes / {speed:.2f} TB/s, left {k.rms:.2f} us")
     for world in WORLDS:
         other = model(records, left_out=world)
-        worst = max(abs(other.merge.at(world, r) - found.merge.at(world, r)) for r in ROWS)
-        print(f"merge at W {world} from the other W: at most {worst:.2f} us from the fit to all")
+        worst = max(abs(other.alone.at(world, r) - found.alone.at(world, r)) for r in ROWS)
+        print(f"a rank alone at W {world} from the other W: at most {worst:.2f} us from the fit to all")
     print(table(found))
     print(step_table(found, steps_of(records)))
     if args.figure is not None:

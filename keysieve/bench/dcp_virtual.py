@@ -4,8 +4,9 @@ No link is crossed, and kernels of the ranks follow one another on one stream, s
 what is measured is the work of the kernels as W grows, not the time that words are on their way. (A second round waits
 for another rank's merge, so it cannot be measured like this.) Per rank: local top-N that writes its words here
 (`offer_us`), the same that pushes them to all W ranks (`push_us`), and the merge (`us`). `--only forms`: the same
-with the form of the merge that is not chosen; `steps`: one rank's whole step among W (`dcp_alone`); `spread`: W ranks
-on two devices (`dcp_spread`). The cost model of docs/dcp-scaling.md takes them together with the times over a link.
+with the form of the merge that is not chosen; `chain`: what both add to one rank's chained launches; `steps`: one
+rank's whole step among W (`dcp_alone`); `spread`: W ranks on two devices (`dcp_spread`). The cost model of
+docs/dcp-scaling.md takes the last three together with the times over a link.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from keysieve.spec import candidate_words, default_topn
 
 WORLDS = (2, 4, 8, 16)
 ROWS = (1, 16, 64, 128, 512)
-KINDS = ("merge", "forms", "steps", "spread")
+KINDS = ("merge", "forms", "chain", "steps", "spread")
 LOCAL = 4096
 """Keys of a row on each rank: more than any N."""
 
@@ -166,8 +167,14 @@ def lines(only: set[str], worlds: list[int], device: torch.device) -> Iterator[t
             parts = f"offer {x['offer_us']:6.2f} push {x['push_us']:6.2f} merge {found.us:6.2f} us a rank"
             yield found, f"{found.case:>18} N {x['topn']:4d}: {parts}"
             torch.cuda.empty_cache()
+    pool = make_pool(140_000, device) if only & {"chain", "steps"} else None
+    for world, rows in itertools.product(worlds if "chain" in only else (), ROWS):
+        assert pool is not None
+        found = dcp_alone.added(world, rows, pool)
+        yield found, f"{found.case:>18} N {found.extra['topn']:4d}: exchange + merge, no link {found.us:7.2f} us"
+        torch.cuda.empty_cache()
     if "steps" in only:
-        pool = make_pool(140_000, device)
+        assert pool is not None
         for name, requests, keys in dcp_alone.STEPS:
             for world in worlds:
                 found = dcp_alone.measure(world, name, requests, keys, pool)
@@ -188,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines are appended here")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="comma list of W")
-    parser.add_argument("--only", default="merge,steps", help="comma list of merge, forms, steps, spread (two GPUs)")
+    parser.add_argument("--only", default="merge,chain,steps", help=f"comma list of {', '.join(KINDS)} (two GPUs)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this many seconds")
     args = parser.parse_args(argv)
     require_file("--out", args.out)
@@ -197,7 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         require_choice("--only", word, KINDS, "Name what is to be measured.")
     if "spread" in only and torch.cuda.device_count() < 2:
         remedy = "Leave spread out: the others need one device."
-        refuse("--only", got="spread", accepted="merge, forms, steps; with a second device spread", remedy=remedy)
+        refuse(
+            "--only", got="spread", accepted="merge, forms, chain, steps; with a second device spread", remedy=remedy
+        )
     begun = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     for record, text in lines(only, [int(w) for w in args.worlds.split(",")], device):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from keysieve.bench import dcp_model as cost
+from keysieve.checks import KeysieveError
 from keysieve.spec import default_topn
 
-PUSH, MERGE, LINK, CHAIN = (0.5, 0.3), (2.0, 0.4, 1.8, 0.05), (1.2, 1 / 0.35), -1.5
+ALONE, LINK = (2.5, 0.7, 1.8, 0.05), (1.2, 1 / 0.35)
 
 
 def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
@@ -22,17 +23,17 @@ def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
         for rows in cost.ROWS:
             pairs, later = cost.pairs_of(world), max(0.0, rows / 132 - 1)
             work = pairs * world * rows / 1e5
-            push = PUSH[0] + PUSH[1] * work
-            merge = MERGE[0] + MERGE[1] * work + MERGE[2] * pairs * world * later / 1000 + MERGE[3] * world
+            alone = ALONE[0] + ALONE[1] * work + ALONE[2] * pairs * world * later / 1000 + ALONE[3] * world
             near, far, apart = draw.normal(0, noise, 3)
             common = {"world": world, "requests": rows, "topn": default_topn(2048, world)}
-            extra = {"transport": "one device", "offer_us": 5.0, "push_us": 5.0 + push}
-            lines.append({**common, **extra, "op": "merge", "us": merge * (1 + near / 5)})
-            lines.append({**lines[-1], "us": 99.0, "kind": "throughput form"})
+            one = {"op": "merge", "transport": "one device"}
+            lines.append({**common, **one, "kind": cost.CHAIN, "us": alone * (1 + near / 5)})
+            lines.append({**common, **one, "us": 99.0})
+            lines.append({**common, **one, "us": 99.0, "kind": "throughput form"})
             left = LINK[0] + LINK[1] * rows * pairs * 16 * (world // 2) ** 2 / 1e6
             lines.append({**common, "op": "merge", "transport": "two devices", "us": left + apart})
             if world == 2:
-                us = push + merge + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + CHAIN + far
+                us = alone + LINK[0] + LINK[1] * rows * pairs * 16 / 1e6 + far
                 lines.append({**common, "op": "exchange", "transport": "nvlink", "us": us, "case": f"{rows}x32K"})
     for world, us in ((1, 150.0), (2, 80.0)):
         lines.append({"op": "dcp_step", "case": "64x128K", "world": world, "requests": 64, "us": us})
@@ -44,10 +45,8 @@ def records(noise: float, seed: int = 0) -> list[dict[str, Any]]:
 
 def test_coefficients_are_found_again() -> None:
     found = cost.model(records(0.0))
-    assert found.push.values == pytest.approx(PUSH)
-    assert found.merge.values == pytest.approx(MERGE)
+    assert found.alone.values == pytest.approx(ALONE)
     assert found.link.values == pytest.approx(LINK)
-    assert found.chain == pytest.approx(CHAIN)
     assert found.error(8, 64) < 1e-6
     assert found.added(2, 64) == pytest.approx(found.measured[2, 64])
 
@@ -84,3 +83,9 @@ def test_the_table_and_the_figure_are_made(tmp_path: Path) -> None:
     assert len(cost.table(found).splitlines()) == 2 + len(cost.ROWS)
     cost.draw(found, lines, tmp_path / "scaling.svg")
     assert "<svg" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_records_without_a_rank_alone_are_refused() -> None:
+    lines = [line for line in records(0.0) if line.get("kind") != cost.CHAIN]
+    with pytest.raises(KeysieveError, match="no lines of chain"):
+        cost.model(lines)
