@@ -238,9 +238,8 @@ def prepare(
         for launch in single:
 
             def after_others(to: int, launch: Launch = launch) -> None:
-                # Behind a kernel, so that it shows whether it waits for it; and behind the same calls each time: what a
-                # structure holds between its members is what they left on the stack.
-                again(*old, to)
+                again(*old, to)  # behind a kernel it shows whether it waits for that
+                _wipe_stack()
                 launch(*given, to)
 
             captured = driver.captured(after_others, stream)
@@ -279,6 +278,22 @@ def prepare(
     return _function(
         block, names, again, len(nodes), set_node=driver.set_node, start=driver.start, capturing=capturing, graph=graph
     )
+
+
+class _Wipe(ctypes.Structure):
+    _fields_ = (("zeros", ctypes.c_ubyte * 16384),)
+
+
+_ZEROS = _Wipe()
+
+
+def _wipe_stack() -> None:
+    """Let the next call from here find zeros on its stack, where it reads what nothing wrote.
+
+    Host functions fill half of a tensor map; the rest is whatever earlier calls left there, and would look as if it
+    depended on addresses. A structure of zeros, passed by value, is copied over it; the function called ignores it.
+    """
+    ctypes.pythonapi.Py_IsInitialized(_ZEROS)
 
 
 def _frame(node: Node) -> tuple[object, ...]:
