@@ -289,6 +289,7 @@ def test_far_neighbours(device: torch.device, case: tuple[int, int]) -> None:
     (16, 4, "compact", "mxfp4", "float32"),
     (32, 4, "compact", "mxfp4", "float32"),
     (64, 2, "compact", "mxfp4", "float32"),
+    (64, 4, "compact", "mxfp4", "float32"),
     (32, 8, "pitched", "mxfp4", "float32"),
     (64, 8, "compact", "mxfp4", "float32"),
 )
