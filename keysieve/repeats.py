@@ -8,7 +8,6 @@ and the full checks decide, so a call is refused exactly as if it were the first
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,7 +27,7 @@ MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
 
 
-PREPARED_AFTER = int(os.environ.get("KEYSIEVE_PREPARED_AFTER", "0"))
+PREPARED_AFTER = 4
 """Repeats of a form after which its launches are prepared for the driver."""
 
 
@@ -159,7 +158,7 @@ class KnownCall:
             relaunch.turns,
         )
         if isinstance(relaunch.direct, Launches):
-            self._direct = _Warming(self, relaunch.direct) if PREPARED_AFTER else relaunch.direct.function
+            self._direct = _Warming(self, relaunch.direct)
         self._lock = relaunch.lock
         self._current_device, self._raw_stream = relaunch.current_device, relaunch.raw_stream
 
