@@ -152,3 +152,36 @@ def test_steps_are_prepared_and_made_while_another_thread_captures(device: torch
     assert torch.equal(buffers["out"], want.rows)
     step.indexer.check()
     fresh.check()
+
+
+def test_ten_thousand_steps_with_other_tensors_each_time(device: torch.device) -> None:
+    """Lengths, tables and addresses differ from step to step, far ahead of the device; replays and a stream between."""
+    sets = [Inputs(device, (32, 512, 1, "fp8_fp32", torch.float32, 6, 6000), seed) for seed in range(4)]
+    indexer = built(sets[0], device)
+    want = [built(x, device)(*x.arguments()) for x in sets]
+    buffers = [(poison(w.rows.shape, torch.int32, device), poison(w.counts.shape, torch.int32, device)) for w in want]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    for _ in range(PREPARED_AFTER + 2):
+        indexer(*sets[0].arguments(), out=buffers[0][0], counts=buffers[0][1])
+    assert getattr(indexer._known[0]._direct, "__name__", "") == "prepared"
+    with torch.cuda.graph(graph):
+        indexer(*sets[3].arguments(), out=buffers[3][0], counts=buffers[3][1])
+    torch.cuda.synchronize(device)
+    for i in range(10000):
+        at = (i * 7 + i // 5) % 3
+        with torch.cuda.stream(side if i % 100 > 90 else None):
+            indexer(*sets[at].arguments(), out=buffers[at][0], counts=buffers[at][1])
+            if i % 11 == 0:  # before the next step of these buffers, on the same stream
+                wrong += (buffers[at][0] != want[at].rows).sum() + (buffers[at][1] != want[at].counts).sum()
+                buffers[at][0].fill_(9)
+                buffers[at][1].fill_(9)
+        if i % 100 in (91, 99):
+            torch.cuda.synchronize(device)  # buffers go from stream to stream
+        if i % 100 == 50:
+            buffers[3][0].fill_(9)
+            graph.replay()
+            wrong += (buffers[3][0] != want[3].rows).sum()
+    torch.cuda.synchronize(device)
+    assert int(wrong) == 0
+    indexer.check()
