@@ -185,3 +185,37 @@ def test_ten_thousand_steps_with_other_tensors_each_time(device: torch.device) -
     torch.cuda.synchronize(device)
     assert int(wrong) == 0
     indexer.check()
+
+
+def test_an_indexer_dropped_while_its_graph_runs(device: torch.device) -> None:
+    """The graph, its parameters and the workspace go; the launches that were made end as they would."""
+    step = Step(device, CASE)
+    buffers = step.outputs()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(30_000_000)
+    for _ in range(20):
+        step.indexer(*step.x.arguments(), **buffers)
+    assert step.made_by() == "prepared"
+    del step.indexer  # nothing is allocated meanwhile, so nothing else has its workspace's memory
+    torch.cuda.synchronize(device)
+    assert torch.equal(buffers["out"], step.want[0])
+    assert torch.equal(buffers["counts"], step.want[1])
+
+
+def test_a_prepared_form_forgotten_in_a_capture(device: torch.device) -> None:
+    """New forms of captured steps push it out, and its graph goes, while the capture goes on."""
+    step, graph = Step(device, CASE), torch.cuda.CUDAGraph()
+    x, buffers = step.x, step.outputs()
+    tables = [torch.empty(x.requests, x.table.shape[1] + 8 * i, dtype=torch.int32, device=device) for i in range(1, 12)]
+    views = [table[:, : x.table.shape[1]].copy_(x.table) for table in tables]
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        for view in views:
+            step.indexer(x.query, x.cache, x.weights, x.lens, view, **buffers)
+    assert step.made_by() != "prepared"
+    for _ in range(3):
+        buffers["out"].fill_(9)
+        graph.replay()
+        assert torch.equal(buffers["out"], step.want[0])
+    assert step(x.arguments())
+    step.indexer.check()
