@@ -47,7 +47,7 @@ LOG2_TILE = 7
 def lengths_of(layout: str, lens: Int64, word: Int64) -> Any:
     """What the functions below take as `lens`: the address itself, or, for pitched logits, what reads a rank's own
     lengths from global ones (word: see `sharding_word`)."""
-    return ShardedLengths(lens, word) if layout == "pitched" else lens
+    return ShardedLengths(lens, word) if layout != "compact" else lens
 
 
 def usable_length(length: Int32, limit: Int32) -> Int32:

@@ -31,6 +31,7 @@ from keysieve.kernels.sm90_score_config import (
     HOME_ROUNDS,
     ORDERS,
     PAGE_SLOT,
+    PITCHED_TOPS,
     ScoreConfig,
     ScoreShape,
     SmemMap,
@@ -136,7 +137,8 @@ class ScoreKernel(Frame):
         pitched logits, or the tile rows of compact ones that L2 is asked to keep. pages: of the pool. limit: longest
         usable length. skip: requests whose longest row is at most this are not scored. capacity: tiles the compact
         buffer holds for every row of a request. blocks: of the grid, were there one a multiprocessor. tops: for
-        pitched logits, which have none, the sharding word in their place.
+        pitched logits the sharding word in their place. starts: tiles before each request, for the next kernel; for
+        pitched logits their maxima, if they have any.
         """
         config = self.config
         stride = cute.assume(page_stride, divby=16)
@@ -209,6 +211,7 @@ class ScoreKernel(Frame):
         over: Int32,
     ) -> None:
         shape = self.shape
+        maxima = self.config.layout == PITCHED_TOPS
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -262,7 +265,7 @@ class ScoreKernel(Frame):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             if warp == self.report_warp and block == Int32(0):
                 total = schedule.tiles_before(shared.prefix, requests)
-                self.report(shared, starts, flags, requests, capacity, total)
+                self.report(shared, Int64(0) if maxima else starts, flags, requests, capacity, total)
             self.assist(shared, warp)
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
@@ -270,7 +273,7 @@ class ScoreKernel(Frame):
             if led != Int32(0):
                 cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config, pitch)
-            targets = Targets(logits, tops, pitch, policy)
+            targets = Targets(logits, starts if maxima else tops, pitch, policy)
             self.consume(shared, targets, thread, led)
 
     @cute.jit

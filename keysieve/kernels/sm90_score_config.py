@@ -23,6 +23,9 @@ FORMAT_NAMES = ("fp8_fp32", "fp8_ue8m0")
 PAGE_SLOT = 9216
 """Shared bytes one page takes: 8,448 (64 x 128 key bytes, then 64 scale words) rounded up to the swizzle's 1,024."""
 
+PITCHED_TOPS = "pitched_tops"
+"""Layout of pitched logits with the maxima of each 8 keys, pitched as well: an eighth of the logits' elements."""
+
 KEPT_ROWS = 35840
 """Tile rows of a step (288 bytes of results each) that L2 is asked to keep where nobody says how many: seven eighths of
 the 11.25 MiB that an H200's driver sets aside for what is asked to stay."""
@@ -45,7 +48,7 @@ class ScoreConfig:
     """One compiled scorer.
 
     key_format: "fp8_fp32" or "fp8_ue8m0". heads: 8, 16, 32, 64. next_n: query rows per request, 1..8. layout:
-    "compact" (with the maxima of each 8 keys) or "pitched". weights: "float32" or "bfloat16".
+    "compact" (with the maxima of each 8 keys), "pitched" or `PITCHED_TOPS`. weights: "float32" or "bfloat16".
     """
 
     key_format: str
@@ -210,7 +213,8 @@ def admitted(arch: str) -> Iterable[ScoreConfig]:
     """Every configuration the host may ask for on `arch`."""
     if arch != "sm_90a":
         return ()
-    return tuple(ScoreConfig(key_format, *rest) for key_format in FORMAT_NAMES for rest in rows_and_options(HEADS))
+    configs = [ScoreConfig(key_format, *rest) for key_format in FORMAT_NAMES for rest in rows_and_options(HEADS)]
+    return (*configs, *(replace(config, layout=PITCHED_TOPS) for config in configs if config.layout == "pitched"))
 
 
 def common(arch: str) -> Iterable[ScoreConfig]:

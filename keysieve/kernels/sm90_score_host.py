@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from keysieve.checks import describe, refuse
-from keysieve.kernels.sm90_score_config import KEPT_ROWS
+from keysieve.kernels.sm90_score_config import KEPT_ROWS, PITCHED_TOPS
 from keysieve.spec import FORMATS, PAGE, TILE
 
 Launch = Callable[..., None]
@@ -104,22 +104,25 @@ def score_pitched(
     chained: bool = False,
     words: torch.Tensor | None = None,
     sharding: int = 0,
+    tops: torch.Tensor | None = None,
 ) -> None:
     """Score every request into BF16 `logits` [rows, >= longest usable length], row t at `t * logits.stride(0)`.
 
     The row stride is the pitch. Lengths beyond `max_context` make a row empty, so `max_context` is at most the pitch.
     sharding: `sharding_word.sharding_word` where lengths are global and the cache is one context-parallel rank's; the
-    limits are then local. Other arguments as in `score_compact`; nothing is written past a row's length.
+    limits are then local. tops: uint16 or int16 [rows, pitch / 8], contiguous, for the maxima of each 8 keys, if the
+    configuration's layout has them. Other arguments as in `score_compact`; nothing is written past a row's length.
     """
     del words
-    _require_layout(config, "pitched")
+    _require_layout(config, "pitched" if tops is None else PITCHED_TOPS)
     _require_blocks(blocks)
     requests = index_table.shape[0]
     if requests == 0:
         return
     pitch = logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
     pointers, strides, sizes = _common(config, query, cache, weights, seq_lens, index_table, min(max_context, pitch))
-    outputs = (logits.data_ptr(), sharding, 0, flags.data_ptr())  # no maxima: the sharding in their place
+    # The sharding is in the place of compact maxima, and pitched ones in that of the tiles before each request.
+    outputs = (logits.data_ptr(), sharding, 0 if tops is None else tops.data_ptr(), flags.data_ptr())
     launch(*pointers, *outputs, *strides, pitch, *sizes, 0, 2**30 - 1, blocks, chained)
 
 

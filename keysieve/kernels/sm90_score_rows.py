@@ -255,7 +255,7 @@ def store_sets(
     if spoiled == Uint32(0):  # the same for all lanes
         for rows in cutlass.range_constexpr(len(words) // 2):
             ptx.store_v2(logit + apart * Int64(rows), words[2 * rows], words[2 * rows + 1], targets.policy)
-        if cutlass.const_expr(config.layout == "compact"):
+        if cutlass.const_expr(config.layout != "pitched"):
             limit = Int32(32 if len(words) > 2 else 16)
             ptx.store_half_below(top, packed.key16x2_fast(own), 0, lane, limit, targets.policy)
     else:
@@ -298,7 +298,7 @@ def store_masked(
             ptx.store_half_below(address, word, at_half, where, length, targets.policy)
             rank = select(where >= length, rank & Uint32(0xFFFF << (16 * (1 - at_half))), rank)
         ranks.append(rank)
-    if config.layout == "compact":
+    if config.layout != "pitched":
         own = best_of(ranks, half, ptx.max_u16x2)
         rows = lane >> Int32(4)
         last = Int32(ptx.load_shared(place + Uint32(rows) * Uint32(4 * SET * (len(words) > 2))))

@@ -95,7 +95,7 @@ def store_chunk(
             outside = places.position >= inside[first + row]
             ranks = select(outside, ranks & Uint32(0xFFFF << (16 * (1 - half))), ranks)
         best.append(ranks & Uint32(0xFFFF) if len(rows) == 1 else ranks)
-    if config.layout == "compact":
+    if config.layout != "pitched":
         store_tops(places, best, first, count, lengths, lane)
 
 

@@ -41,7 +41,7 @@ def test_a_cut_that_would_wait_for_registers_is_refused() -> None:
 
 
 def test_every_shape_fits_the_chip() -> None:
-    assert len(ALL) == 2 * 4 * 8 * 2 * 2
+    assert len(ALL) == 2 * 4 * 8 * 3 * 2
     for config in ALL:
         shape = shape_of(config)
         places = smem_map(config, shape)
