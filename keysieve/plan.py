@@ -30,6 +30,12 @@ CPU_CHUNK_KEYS = 2048
 """Keys the cpu backend scores at a time: bounds its scratch whatever the context is, and keeps it in the caches."""
 
 
+MOST_HELD_KEYS = 32768
+MOST_KEYS_BY_MAXIMA = 524288
+"""Keys of a rank's row between which the local top-N of a GPU may go by maxima: more than a block's registers hold, and
+no more than its shared memory has room for the maxima of."""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Decode context parallelism as planning sees it: who holds what, and how many candidates a rank offers.
@@ -104,7 +110,8 @@ class Plan:
         problem: the limits this plan serves.
         layout: ``"compact"`` (TP: only needed tiles, with ``tops``) or ``"pitched"`` (DCP).
         logits_elements: BF16 elements of the logits buffer.
-        tops_elements: uint16 elements of the maxima buffer (0 for the pitched layout).
+        tops_elements: uint16 elements of the maxima buffer: of the pitched layout those that local top-N reads, pitched
+            as well and behind the logits in the same memory, 0 where it reads none.
         pitch: elements from row to row of the pitched layout, else 0.
         planes: index planes of a candidate row, else 0.
         words: int32 words of a candidate row, else 0.
@@ -168,10 +175,21 @@ def _plan_pitched(problem: Problem) -> Plan:
     pitch, planes = pitch_of(local), index_planes(local)
     words = candidate_words(problem.sharding.topn, planes)
     elements = problem.max_rows * pitch
+    tops = elements // GROUP if _offers_by_maxima(problem, local) else 0
     parts = [("logits", 2 * elements), ("lengths", 12 * problem.max_rows), ("flags", 256)]
+    if tops:
+        parts.insert(1, ("tops", 2 * tops))
     if problem.sharding.topn == problem.spec.topk:
         parts.append(("candidates", 4 * problem.max_rows * (words + 2) * (problem.sharding.world + 1)))
-    return Plan(problem, "pitched", elements, 0, pitch, planes, words, tuple(parts))
+    return Plan(problem, "pitched", elements, tops, pitch, planes, words, tuple(parts))
+
+
+def _offers_by_maxima(problem: Problem, local: int) -> bool:
+    """May local top-N go by maxima that the scorer writes? Of rows too long for a block's registers, where maxima fit
+    its shared memory; by the one scorer that writes pitched ones."""
+    assert problem.sharding is not None
+    fits = MOST_HELD_KEYS < local <= MOST_KEYS_BY_MAXIMA
+    return fits and problem.sharding.sharded and problem.backend == "sm90" and problem.spec.format.is_fp8
 
 
 def _plan_cpu(problem: Problem) -> Plan:

@@ -78,7 +78,8 @@ class StreamWorkspace:
         self.plan, self._backend, self._device = plan, backend, device
         rows = plan.problem.max_rows
         with torch.inference_mode(False):
-            self._logits = torch.empty(plan.logits_elements, dtype=torch.bfloat16, device=device)
+            behind = plan.tops_elements if plan.layout == "pitched" else 0  # of two bytes as well
+            self._logits = torch.empty(plan.logits_elements + behind, dtype=torch.bfloat16, device=device)
             self._lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self._wide = torch.zeros(rows, dtype=torch.int64, device=device)
             self.element = self._lens[:1]

@@ -13,7 +13,8 @@ from keysieve.bench.score import TOPK, Inputs
 from keysieve.kernels.exchange_host import Merger
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
-from keysieve.spec import candidate_words, index_planes, pitch_of
+from keysieve.kernels.sm90_score_config import PITCHED_TOPS
+from keysieve.spec import GROUP, candidate_words, index_planes, pitch_of
 
 
 class Chain:
@@ -36,7 +37,6 @@ class Chain:
         backend: Any = load("sm90")
         self.backend = backend
         self.planes = index_planes(local)
-        self.logits = torch.empty(rows, pitch_of(local), dtype=torch.bfloat16, device=device)
         self.words = torch.zeros(rows, candidate_words(topn, self.planes), dtype=torch.int32, device=device)
         self.gathered = torch.zeros(here.world * rows, self.words.shape[1], dtype=torch.int32, device=device)
         self.out = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
@@ -44,14 +44,21 @@ class Chain:
         self.positions = torch.empty(rows, TOPK, dtype=torch.int32, device=device)
         self.lens = torch.full((rows,), local * here.world, dtype=torch.int32, device=device)
         self.flags = torch.zeros(64, dtype=torch.int32, device=device)
-        config = self.backend.score_config(spec, 1, "pitched", "float32")
-        self.launch, self.config = self.backend.launcher(device, self.backend.scorer(spec)[0], config), config
         self.sms = self.backend.sms(device)
 
         def make(kernel: Any, wanted: Any) -> Any:
             return self.backend.launcher(device, kernel, wanted)
 
-        self.top = LocalTopk(make, n=topn, planes=self.planes, push=True, keys=local, sms=self.sms)
+        given = spec.format.is_fp8
+        self.top = LocalTopk(make, n=topn, planes=self.planes, push=True, keys=local, sms=self.sms, given=given)
+        layout = PITCHED_TOPS if self.top.takes_maxima(rows) else "pitched"
+        config = self.backend.score_config(spec, 1, layout, "float32")
+        self.launch, self.config = self.backend.launcher(device, self.backend.scorer(spec)[0], config), config
+        elements = rows * pitch_of(local)
+        memory = torch.empty(elements + elements // GROUP, dtype=torch.bfloat16, device=device)
+        self.logits = memory[:elements].view(rows, -1)
+        self.tops = memory[elements:].view(torch.int16) if layout == PITCHED_TOPS else None
+        self.maxima: dict[str, torch.Tensor] = {} if self.tops is None else {"tops": self.tops}
         self.merger = Merger(
             make,
             k=TOPK,
@@ -80,18 +87,19 @@ class Chain:
             flags=self.flags,
             blocks=self.sms,
             sharding=sharding_word(self.here.world, self.here.rank, 1, self.local * self.here.world),
+            **self.maxima,
         )
 
     def offer(self, x: Inputs) -> None:
         """Score and local top-N, the words kept here: what the exchange comes on top of."""
         self.score(x)
-        self.top.push(self.logits, self.lens, words=self.words, chained=True, **self.shard)
+        self.top.push(self.logits, self.lens, tops=self.tops, words=self.words, chained=True, **self.shard)
 
     def push(self, release: bool = True, chained: bool = True) -> None:
         """Local top-N, the words pushed to all ranks."""
         m = self.memory
         place = {"peers": m.peers, "slots": m.layout.slots, "max_rows": m.layout.shape.max_rows, "epoch": m.epoch}
-        self.top.push(self.logits, self.lens, **place, release=release, chained=chained, **self.shard)
+        self.top.push(self.logits, self.lens, tops=self.tops, **place, release=release, chained=chained, **self.shard)
 
     def merge(self, chained: bool = True, positions: bool = False) -> None:
         """Wait for all words, merge."""

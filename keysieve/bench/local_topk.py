@@ -1,8 +1,9 @@
 """Times of the local top-N behind the scorer: `keysieve bench local-topk [--out FILE] [--only 64x16K]`.
 
 What counts is what a step gains by it: the time of score and local top-N in one programmatic chain, less that of the
-same scorer alone. `world` ranks' slots lie on this device. A case first passes its gate: the words, and those pushed
-to every rank, are the reference's for rows sampled from the first input set.
+scorer alone, which writes no maxima even where the chain's does. `world` ranks' slots lie on this device. A case first
+passes its gate: the words, and those pushed to every rank, are the reference's for rows sampled from the first input
+set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from keysieve.bench.places import require_file
 from keysieve.bench.score import Case, make_inputs
 from keysieve.checks import KeysieveError
 from keysieve.kernels import sm90_score_config, sm90_score_host
-from keysieve.kernels.local_topk_config import LocalTopkConfig, config_for, n_class_of, room_for, shape_for
+from keysieve.kernels.local_topk_config import LocalTopkConfig, n_class_of, room_for
 from keysieve.kernels.local_topk_host import LocalTopk
 from keysieve.kernels.sharding_word import sharding_word
 from keysieve.launch import Launcher
@@ -54,10 +55,6 @@ class Subject:
         device, self.shape = pool.device, shape
         self.inputs = make_inputs(Case(shape.name, (shape.keys,) * shape.rows), pool, sets)
         self.pool, self.planes = pool, index_planes(shape.keys)
-        score = sm90_score_config.ScoreConfig("fp8_fp32", 32, 1, "pitched", "float32")
-        self.score_config, self.launch = score, Launcher(sm90_score_config.KERNEL, score, device)
-        self.lens = torch.full((shape.rows,), shape.keys * shape.world, dtype=torch.int32, device=device)
-        self.logits = torch.empty(shape.rows, pitch_of(shape.keys), dtype=torch.bfloat16, device=device)
         self.local = LocalTopk(
             lambda k, c: Launcher(k, c, device),
             n=shape.n,
@@ -65,8 +62,17 @@ class Subject:
             push=True,
             keys=shape.keys,
             sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            given=True,
             config=config,
         )
+        layouts = ("pitched", sm90_score_config.PITCHED_TOPS)[: 1 + self.local.takes_maxima(shape.rows)]
+        configs = [sm90_score_config.ScoreConfig("fp8_fp32", 32, 1, layout, "float32") for layout in layouts]
+        self.scorers = [(config, Launcher(sm90_score_config.KERNEL, config, device)) for config in configs]
+        self.lens = torch.full((shape.rows,), shape.keys * shape.world, dtype=torch.int32, device=device)
+        pitch = pitch_of(shape.keys)
+        memory = torch.empty(shape.rows * pitch * 9 // 8, dtype=torch.bfloat16, device=device)
+        self.logits = memory[: shape.rows * pitch].view(shape.rows, pitch)
+        self.tops = memory[shape.rows * pitch :].view(torch.int16) if len(layouts) == 2 else None
         size = candidate_words(shape.n, self.planes)
         self.pairs = -(-size // 2) + 1
         block = 2 * shape.world * shape.rows * self.pairs * 4
@@ -77,19 +83,22 @@ class Subject:
         self.words = torch.empty(shape.rows, size, dtype=torch.int32, device=device)
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def score(self, index: int) -> None:
+    def score(self, index: int, maxima: bool = True) -> None:
+        """Score a set; with the maxima that the local top-N goes by, if it does."""
         i, s = self.inputs[index], self.shape
         word = sharding_word(s.world, 0, INTERLEAVE, s.keys * s.world)
+        config, launch = self.scorers[-1 if maxima else 0]
         sm90_score_host.score_pitched(
-            self.launch, self.score_config, i.query, self.pool, i.weights, self.lens, i.table, max_context=s.keys,
-            logits=self.logits, flags=i.flags, blocks=self.blocks, sharding=word,
+            launch, config, i.query, self.pool, i.weights, self.lens, i.table, max_context=s.keys,
+            logits=self.logits, flags=i.flags, blocks=self.blocks, sharding=word, tops=self.tops if maxima else None,
         )  # fmt: skip
 
     def push(self, words: torch.Tensor | None = None, chained: bool = True, flags: torch.Tensor | None = None) -> None:
         s = self.shape
         self.local.push(
-            self.logits, self.lens, world=s.world, rank=0, interleave=INTERLEAVE, peers=self.peers, slots=0,
-            max_rows=s.rows, epoch=self.epoch, site=3, words=words, chained=chained, settled=chained, flags=flags,
+            self.logits, self.lens, tops=self.tops, world=s.world, rank=0, interleave=INTERLEAVE, peers=self.peers,
+            slots=0, max_rows=s.rows, epoch=self.epoch, site=3, words=words, chained=chained, settled=chained,
+            flags=flags,
         )  # fmt: skip
 
     def chain(self, index: int) -> None:
@@ -121,14 +130,15 @@ class Subject:
         x = torch.randn(self.logits.shape, device=self.logits.device)
         at = x[:, : self.shape.keys].float().topk(keep, dim=1).values[:, -1:]
         self.logits.copy_((x - at).clamp_min(0))
+        if self.tops is not None:
+            bits = self.logits.view(torch.int16).int() & 0xFFFF
+            keys = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits ^ 0x8000)
+            self.tops.copy_(keys.view(-1, 8).amax(1).to(torch.int16))
 
 
-def blocks_of(shape: Shape, sms: int, config: LocalTopkConfig | None = None) -> dict[str, int]:
-    """Blocks of a row, threads of a block and vectors that one holds: of the kernel that is launched."""
-    if config is None:
-        chosen = shape_for(shape.rows, shape.keys, sms, shape.n)
-        config = config_for(shape.n, index_planes(shape.keys), True, chosen)
-    return {"blocks": config.cluster, "threads": config.threads, "held": config.held}
+def blocks_of(config: LocalTopkConfig) -> dict[str, Any]:
+    """Blocks of a row, threads of a block and vectors that one holds; whether it is given maxima."""
+    return {"blocks": config.cluster, "threads": config.threads, "held": config.held, "maxima": config.given}
 
 
 def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) -> tuple[timing.Record, float]:
@@ -139,7 +149,7 @@ def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) ->
     sets = timing.sets_for(size, l2, most=48)
     subject = Subject(shape, pool, sets, config)
     subject.gate(False)
-    alone = timing.graph_time(subject.score, sets=sets, bytes_per_set=size, device=device)
+    alone = timing.graph_time(lambda i: subject.score(i, maxima=False), sets=sets, bytes_per_set=size, device=device)
     chain = timing.graph_time(subject.chain, sets=sets, bytes_per_set=size, device=device)
     own = timing.graph_time(lambda _i: subject.push(chained=False), sets=1, bytes_per_set=0, device=device)
     subject.gate(True)
@@ -150,7 +160,7 @@ def measure(shape: Shape, pool: torch.Tensor, config: LocalTopkConfig | None) ->
         "chain_us": round(chain.us, 3),
         "own_launch_us": round(own.us, 3),
         "plateau_own_launch_us": round(plateau.us, 3),
-        **blocks_of(shape, torch.cuda.get_device_properties(device).multi_processor_count, config),
+        **blocks_of(subject.local.serves(shape.rows)),
     }
     surplus = timing.Timing(
         chain.us - alone.us, chain.us_min - alone.us_max, chain.us_max - alone.us_min, chain.iterations, chain.replays,

@@ -6,7 +6,7 @@ One block a row, or a cluster of them. The passes are those of `keysieve/models/
 * a row that the registers hold is selected from directly: one histogram of the values below the best key, masks, block
   scan; where a thread holds many vectors of 8 keys, those that cannot matter are dropped first;
 * of a longer row the vectors whose maxima reach that of the N-th best one, or exactly the N best, go the same way: they
-  hold the N best keys, whatever the values are, and fit the registers;
+  hold the N best keys, whatever the values are, and fit the registers; the maxima are found here, or given;
 * where the maxima do not fit shared memory (more than 524,288 keys) a bound from maxima, a list of the keys that reach
   it, and an exact pass over all keys where the list has no room.
 
@@ -27,6 +27,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from keysieve.device import keys, packed, ptx
+from keysieve.kernels import local_topk_given as given
 from keysieve.kernels import local_topk_listed as listed
 from keysieve.kernels import local_topk_long as long
 from keysieve.kernels import local_topk_sift as sift
@@ -49,6 +50,7 @@ class LocalTopk:
     def __call__(
         self,
         logits: Int64,
+        tops: Int64,
         pitch: Int64,
         lens: Int64,
         lens_stride: Int64,
@@ -78,6 +80,7 @@ class LocalTopk:
         """Launch. Addresses are byte addresses (0: absent), strides and pitch are in elements.
 
         logits: BF16 rows, `pitch` apart; 16-byte aligned, `pitch` a multiple of 8, and a row's last vector is readable.
+        tops: where they are given, key16 of the largest of every 8 keys, `pitch / 8` apart; undefined past a row's end.
         lens: int32 per row, global lengths (push) or local ones. limit: a longer row, local_limit: one with more local
         keys is empty and raises a flag. words: int32 `[rows, n + planes * ceil(n / 32)]`; counts: int32 `[rows]`.
         peers: int64 per rank, the blocks' addresses; slots: offset of the slots in a block, of `max_rows` rows; epoch:
@@ -88,8 +91,8 @@ class LocalTopk:
         blocks = f"_c{self.config.cluster}" if self.config.cluster > 1 else ""
         self.kernel.set_name_prefix(f"{kind}_n{self.config.n_class}_t{self.config.threads}_h{self.config.held}{blocks}")
         self.kernel(
-            logits, pitch, lens, lens_stride, rows, n, planes, limit, local_limit, words, words_stride, counts, peers,
-            slots, max_rows, world, rank, interleave, epoch, site, flags, settled, release,
+            logits, tops, pitch, lens, lens_stride, rows, n, planes, limit, local_limit, words, words_stride, counts,
+            peers, slots, max_rows, world, rank, interleave, epoch, site, flags, settled, release,
         ).launch(
             grid=(rows * Int32(self.config.cluster), 1, 1),
             block=(self.config.threads, 1, 1),
@@ -103,6 +106,7 @@ class LocalTopk:
     def kernel(
         self,
         logits: Int64,
+        tops: Int64,
         pitch: Int64,
         lens: Int64,
         lens_stride: Int64,
@@ -177,7 +181,7 @@ class LocalTopk:
                 self.finish(handle, count, begin, begin + found, call, target)
         if alone:
             if usable > n:
-                self.find(handle, n)
+                self.find(handle, n, tops + Int64(row) * (pitch >> Int64(2)))
             else:
                 self.take_all(handle, n)
             cute.arch.sync_threads()
@@ -263,15 +267,17 @@ class LocalTopk:
         return tag
 
     @cute.jit
-    def find(self, handle: Any, n: Int32) -> None:
+    def find(self, handle: Any, n: Int32, tops: Int64) -> None:
         """The words of a row of more than N keys."""
         if cutlass.const_expr(self.config.longer):
             if handle.batches <= Int32(1):
                 self.find_held(handle, n)
             else:
                 cute.arch.sync_threads()
-                if cutlass.const_expr(self.config.room > 0):
-                    self.find_long(handle, n)
+                if cutlass.const_expr(self.config.given):
+                    given.find(handle, tops, n)
+                elif cutlass.const_expr(self.config.room > 0):
+                    long.find(handle, n)
                 else:
                     self.find_listed(handle, n)
         else:
@@ -283,17 +289,6 @@ class LocalTopk:
         words, vectors, rounds, count, top, bound, bounded = sift.gather(handle, n, Int32(0), False)
         steps.mark(handle, 4)
         steps.place_held(handle, words, vectors, rounds, count, n, top, bound, bounded)
-
-    @cute.jit
-    def find_long(self, handle: Any, n: Int32) -> None:
-        """The words of a row of more keys than the registers hold, from vectors that hold all of its N best."""
-        long.fill_maxima(handle)
-        steps.mark(handle, 2)
-        count, bound = long.list_vectors(handle, n)
-        steps.mark(handle, 3)
-        words, vectors, rounds = long.load_listed(handle, count)
-        steps.mark(handle, 4)
-        steps.place_held(handle, words, vectors, rounds, count, n, Uint32(0), bound, Boolean(False))
 
     @cute.jit
     def find_listed(self, handle: Any, n: Int32) -> None:
@@ -353,7 +348,8 @@ class LocalTopk:
     @cute.jit
     def push(self, handle: Any, count: Int32, begin: Int32, end: Int32, call: Any) -> None:
         """Push words begin .. end - 1 to every rank, another rank first for every rank; who has the last word pushes
-        the padding behind it and the signature too. Where a pair's words are two blocks', each pushes its half."""
+        the padding behind it and the signature too. Where a pair's words are two blocks', each pushes its half. Many
+        ranks are shared out to quarters of a block that is not small."""
         signature, length, tag, peers, slots, max_rows, world, rank, row = call
         pairs = ((count + Int32(1)) >> Int32(1)) + Int32(1)
         first = begin
@@ -365,8 +361,13 @@ class LocalTopk:
             pushed = Int32(0)
         place = Int32(tag & Uint32(1)) * world + rank
         slot = slots + (Int64(place) * Int64(max_rows) + Int64(row)) * Int64(pairs) * Int64(16)
+        quarters = Int32(0)  # log2 of the parts of the block
+        if cutlass.const_expr(self.config.threads >= 512):
+            quarters = Int32(world >= Int32(4)) * Int32(2)
+        each = Int32(self.config.threads) >> quarters
+        part = handle.thread >> (Int32(self.config.threads.bit_length() - 1) - quarters)
         for pair in cutlass.range(
-            (first >> Int32(1)) + handle.thread, (pushed + Int32(1)) >> Int32(1), self.config.threads, unroll=1
+            (first >> Int32(1)) + (handle.thread & (each - Int32(1))), (pushed + Int32(1)) >> Int32(1), each, unroll=1
         ):
             lower, upper = signature, length
             if pair < pairs - Int32(1):
@@ -374,11 +375,9 @@ class LocalTopk:
             only = Int32(0)  # 1, 2: only the first, only the second word
             if cutlass.const_expr(self.config.cluster > 1):
                 only = Int32(pair * Int32(2) < first) * Int32(2) + Int32(pair * Int32(2) + Int32(2) > pushed)
-            target = rank
-            for _step in cutlass.range(world, unroll=2):
-                target = target + Int32(1)
-                if target == world:
-                    target = Int32(0)
+            target = rank + part + Int32(1)
+            for _step in cutlass.range(part, world, Int32(1) << quarters, unroll=2):
+                target = target - world * Int32(target >= world)
                 block = ptx.load(handle.peers + Uint32(target) * Uint32(8), Int64, space="shared::cta")
                 address = block + slot + Int64(pair) * Int64(16)
                 if only == Int32(0):
@@ -390,6 +389,7 @@ class LocalTopk:
                         address = address + Int64(8)
                     word = Int64(half) | (Int64(tag) << Int64(32))
                     ptx.store(address, word, "relaxed", "sys")
+                target = target + (Int32(1) << quarters)
 
 
 def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
@@ -397,7 +397,7 @@ def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:
     del arch
     i64, i32 = Int64(0), Int32(1)
     args = (
-        i64, i64, i64, i64, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i32, i64, i32,
-        i32, i32, i32, make_fake_stream(),
+        i64, i64, i64, i64, i64, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, i32, i32, i32, i32, i64, i32, i64,
+        i32, i32, i32, i32, make_fake_stream(),
     )  # fmt: skip
     return LocalTopk(config).__call__, args

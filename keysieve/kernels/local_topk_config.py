@@ -58,6 +58,7 @@ class LocalTopkConfig:
         cluster: blocks of a row, which share it if it is long enough for that.
         longer: whether rows may be longer than the registers of all blocks hold: the first block takes them alone, and
             its registers hold at least `n_class` vectors.
+        given: whether the scorer has written the vectors' maxima.
     """
 
     push: bool
@@ -68,6 +69,7 @@ class LocalTopkConfig:
     cluster: int = 1
     longer: bool = True
     trace: bool = False
+    given: bool = False
 
     @property
     def warps(self) -> int:
@@ -91,8 +93,8 @@ class LocalTopkConfig:
 
     @property
     def sifts(self) -> bool:
-        """Does a block that holds more than two vectors a thread drop those that cannot matter?"""
-        return self.held > 2 and (self.room > 0 or not self.longer)
+        """Does a block that holds more than four vectors a thread drop those that cannot matter?"""
+        return self.held > 4 and (self.room > 0 or not self.longer)
 
     @property
     def listed(self) -> int:
@@ -178,19 +180,22 @@ def room_for(planes: int) -> int:
     return 1 << 14 if planes == 1 else 1 << 16
 
 
-def config_for(n: int, planes: int, push: bool, shape: tuple[int, int, int] | None = None) -> LocalTopkConfig:
+def config_for(
+    n: int, planes: int, push: bool, shape: tuple[int, int, int] | None = None, given: bool = False
+) -> LocalTopkConfig:
     """The configuration that serves `n` entries with that many index planes; with one of `SHAPES`, which are for
-    `push`, only rows of at most its `keys`."""
+    `push`, only rows of at most its `keys`. given: without a shape, for `push`, and where shared memory has room for
+    them: the vectors' maxima are given."""
     room = room_for(planes)
     if shape is not None:
         cluster, threads, held = shape
         return LocalTopkConfig(True, n_class_of(n), threads, held, room, cluster, longer=False)
     if push:
-        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room)
+        return LocalTopkConfig(True, n_class_of(n), 1024, 4, room, given=given and room > 0)
     return LocalTopkConfig(False, n_class_of(n), 512, 8 if room else 4, room)
 
 
-def shape_for(rows: int, keys: int, sms: int, n: int) -> tuple[int, int, int] | None:
+def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tuple[int, int, int] | None:
     """The one of `SHAPES` for `rows` rows of up to `keys` keys on `sms` multiprocessors: as many blocks a row as leave
     a quarter of the chip free, since clusters do not pack it; or two, if each has a multiprocessor. None: rows are
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
@@ -203,7 +208,7 @@ def shape_for(rows: int, keys: int, sms: int, n: int) -> tuple[int, int, int] | 
         fits = rows * cluster <= sms if cluster <= 2 else 4 * rows * cluster <= 3 * sms
         held = [shape for shape in SHAPES if shape[0] == cluster and 8 * cluster * shape[1] * shape[2] >= keys]
         worth = keys > (16384 if cluster == 8 else 8192)
-        if cluster == 2 and n > SIFTED_N:
+        if cluster == 2 and (given or n > SIFTED_N):
             held = [shape for shape in held if shape[2] < 8]
         if held and (cluster == 1 or (fits and worth)):
             return held[0]
@@ -220,6 +225,7 @@ def n_class_of(n: int) -> int:
 def _push(arch: str) -> Iterable[LocalTopkConfig]:
     del arch  # the same for all of them
     alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
+    alone += [config_for(n, planes, True, given=True) for n in N_CLASSES for planes in (1, 2)]
     held = {config_for(n, planes, True, shape) for n in N_CLASSES for planes in (1, 2, 4) for shape in SHAPES}
     return alone + sorted(held, key=str)
 

@@ -13,16 +13,24 @@ import torch
 from keysieve.kernels.local_topk_config import (
     LOCAL_PUSH,
     LOCAL_TOPK,
+    SIFTED_N,
     LocalTopkConfig,
     config_for,
     shape_for,
 )
 
 Make = Callable[[Any, Any], Callable[..., None]]
+Form = tuple[tuple[int, int, int] | None, bool]
+"""One of `SHAPES` or None, and whether maxima are read."""
 
 NO_LIMIT = 2**31 - 1
 SPREAD_BYTES = 116 * 1024
 """Shared memory of a block that shall have a multiprocessor of its own: more than half of one's."""
+
+KEPT_KEYS = 3 << 20
+"""Keys of all rows up to which their logits and maxima stay in L2 wherever they lie: they fill two thirds of what an
+H200's driver sets aside. 64 rows of 65,536 keys fill four fifths, and took 128 or 132 us to be scored with maxima,
+depending on where the memory was; without, 128."""
 
 VECTOR = 8
 """Keys of a 16-byte vector: rows begin at multiples of it, and their last vector is read whole."""
@@ -38,6 +46,7 @@ class LocalTopk:
             lengths).
         keys: keys that a row may have, if they are known to be few; sms: streaming multiprocessors of the device: with
             both, rows may be shared by blocks. A row of more keys is then a fault.
+        given: `push` may be given the vectors' maxima; `takes_maxima` says for which rows it wants them.
         config: for measurements; the one that serves `n` by default.
     """
 
@@ -50,25 +59,31 @@ class LocalTopk:
         push: bool,
         keys: int = 0,
         sms: int = 0,
+        given: bool = False,
         config: LocalTopkConfig | None = None,
     ) -> None:
         self.n, self.planes, self._keys, self._sms = n, planes, keys, sms
         self.config = config_for(n, planes, push) if config is None else config
-        kernel = LOCAL_PUSH if push else LOCAL_TOPK
-        self._launch: dict[tuple[int, int, int] | None, Callable[..., None]] = {}
-        shapes: set[tuple[int, int, int] | None] = {None}
-        if config is None and push and keys and sms:
-            shapes = {shape_for(rows, keys, sms, n) for rows in range(1, sms + 2)}
-        elif config is not None and not config.longer:
+        self._measured = config is not None
+        self._given = self.config.given
+        if not self._measured and given and push:
+            self._given = config_for(n, planes, push, given=True).given and keys > self.config.block_keys
+        if config is not None and not config.longer:
             self._keys = config.keys
-        for shape in sorted(shapes, key=str):
-            self._launch[shape] = make(kernel, self.config if shape is None else config_for(n, planes, push, shape))
+        self._configs: dict[Form, LocalTopkConfig] = {}
+        for rows in range(1, sms + 2 if push and keys and sms and not self._measured else 2):
+            shape, maxima = form = self._form(rows)
+            if form not in self._configs:
+                self._configs[form] = config or config_for(n, planes, push, shape, maxima)
+        kernel = LOCAL_PUSH if push else LOCAL_TOPK
+        self._launch = {form: make(kernel, one) for form, one in self._configs.items()}
 
     def push(
         self,
         logits: torch.Tensor,
         seq_lens: torch.Tensor,
         *,
+        tops: torch.Tensor | None = None,
         world: int,
         rank: int,
         interleave: int,
@@ -103,6 +118,7 @@ class LocalTopk:
             (_address(peers), slots, max_rows, world, rank, interleave, _address(epoch), site),
             flags,
             (int(settled and chained), int(release), int(chained)),
+            _address(tops),
         )
 
     def topk(
@@ -149,6 +165,7 @@ class LocalTopk:
         exchange: tuple[int, ...],
         flags: torch.Tensor | None,
         turn: tuple[int, int, int],
+        tops: int = 0,
     ) -> None:
         rows = lens.shape[0] if lens.dim() == 1 else lens.numel()
         if rows == 0:
@@ -157,9 +174,10 @@ class LocalTopk:
         limit, local_limit = limits
         if self._keys:
             local_limit = min(local_limit, self._keys)
-        shape = shape_for(rows, self._keys, self._sms, self.n) if len(self._launch) > 1 else next(iter(self._launch))
-        self._launch[shape](
+        form = self._form(rows)
+        self._launch[form](
             logits.data_ptr(),
+            tops,
             _pitch(logits),
             lens.data_ptr(),
             lens.stride(0) if lens.dim() == 1 else 1,
@@ -174,13 +192,32 @@ class LocalTopk:
             *exchange,
             _address(flags),
             *turn,
-            self._shared_bytes(rows, shape, bool(turn[2])),
+            self._shared_bytes(rows, form, bool(turn[2])),
         )
 
-    def _shared_bytes(self, rows: int, shape: tuple[int, int, int] | None, chained: bool) -> int:
+    def takes_maxima(self, rows: int) -> bool:
+        """Does `push` of so many rows read the maxima of their vectors? It does not touch them where it does not."""
+        return self._form(rows)[1]
+
+    def serves(self, rows: int) -> LocalTopkConfig:
+        """The configuration that is launched for so many rows."""
+        return self._configs[self._form(rows)]
+
+    def _form(self, rows: int) -> Form:
+        """How so many rows are worked on. Maxima are worth their bytes where their writer finds room for them in L2
+        beside the logits, or where few of the vectors are read again."""
+        if self._measured:
+            return None, self._given
+        if not (self._keys and self._sms):
+            return None, False
+        shape = shape_for(rows, self._keys, self._sms, self.n, self._given)
+        worth = self.n <= SIFTED_N or rows * self._keys <= KEPT_KEYS
+        return shape, self._given and shape is None and worth
+
+    def _shared_bytes(self, rows: int, form: Form, chained: bool) -> int:
         """Shared memory that a block is given. As the scorer's blocks end, room comes up on some multiprocessors before
         others: if two blocks of this kernel fitted, they would share one, and another would have none."""
-        config = self.config if shape is None else config_for(self.n, self.planes, True, shape)
+        config = self._configs[form]
         spread = chained and rows * config.cluster <= self._sms
         return max(config.shared_bytes, SPREAD_BYTES) if spread else config.shared_bytes
 

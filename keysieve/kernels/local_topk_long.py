@@ -9,11 +9,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from keysieve.device import packed, ptx, scan
 from keysieve.kernels import local_topk_count as counting
 from keysieve.kernels import local_topk_steps as steps
+
+
+@cute.jit
+def find(row: Any, n: Int32) -> None:
+    """The words of a row of more keys than the registers hold, from vectors that hold all of its N best."""
+    fill_maxima(row)
+    row.mark(2)
+    count, bound = list_vectors(row, n)
+    row.mark(3)
+    words, vectors, rounds = load_listed(row, count)
+    row.mark(4)
+    steps.place_held(row, words, vectors, rounds, count, n, Uint32(0), bound, Boolean(False))
 
 
 @cute.jit

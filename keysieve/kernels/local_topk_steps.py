@@ -318,11 +318,11 @@ def masks_of_positive(words: Any, threshold: Uint32) -> Uint32:
     Keys of numbers that are not negative, read as BF16, are those numbers with the other sign, in reverse order; all
     others read as positive numbers or NaNs. So the floating-point unit compares, two keys an instruction."""
     both = threshold * Uint32(0x10001)
-    return _compare_x8("lt", *words, both) | (_compare_x8("eq", *words, both) << Uint32(8))
+    return compare_x8("lt", *words, both) | (compare_x8("eq", *words, both) << Uint32(8))
 
 
 @dsl_user_op
-def _compare_x8(
+def compare_x8(
     how: str, a: Uint32, b: Uint32, c: Uint32, d: Uint32, both: Uint32, *, loc: Any = None, ip: Any = None
 ) -> Uint32:
     """Bit i set where key i, as BF16, compares to the two equal halves of `both`. True is 1.0, of which bits 7 to 13

@@ -13,7 +13,10 @@ What the kernel relies on, and what the property tests of this module hold to th
    threshold and, of the equal ones, as many as are still taken.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
-   keys (point 4 of `models.select`), and they fit the registers.
+   keys (point 4 of `models.select`), and they fit the registers. Where the scorer has written the maxima and the
+   block's registers hold them, the bin is one of 16 values, looked for among the 64 from the best maximum's down; the
+   vectors that reach it are taken if the registers hold them. Else the maxima are looked at as if the block had found
+   them.
 3. **Bound and list**, for rows whose maxima do not fit shared memory. Cut a row into disjoint groups of keys. If N
    groups hold a key that reaches b, so do N keys: the N-th largest of the groups' maxima, and all the more the lower
    edge of the bin it falls into, is reached by at least N keys. (The edge is taken where few more than N maxima reach
@@ -43,12 +46,13 @@ VECTOR = 8
 @dataclass(frozen=True)
 class Shape:
     """Of the kernel: threads of a block; vectors that one holds; vectors whose maxima there is room for; entries of the
-    list. At least N vectors fit the registers."""
+    list; of maxima that are given, how many the registers hold. At least N vectors fit the registers."""
 
     threads: int = 1024
     held: int = 4
     room: int = 16384
     listed: int = 4096
+    given: int = 0
 
 
 DEFAULT = Shape()
@@ -133,7 +137,7 @@ def sift(parts: list[Keys], n: int, shape: Shape) -> list[tuple[Indices, int | N
     None: it was not looked for)."""
     sizes = [-(-len(part) // VECTOR) for part in parts]
     enough = n + n // 8
-    if shape.held <= 2 or max(sizes) <= 2 * shape.threads or sum(sizes) < enough:
+    if shape.held <= 4 or max(sizes) <= 2 * shape.threads or sum(sizes) < enough:
         bounds = [None if size >= enough else 0 for size in sizes]
         return [(np.arange(len(part)), bound) for part, bound in zip(parts, bounds, strict=True)]
     bound = find_top(parts, n)
@@ -208,6 +212,25 @@ def list_vectors(keys: Keys, n: int, held: int) -> tuple[Indices, int]:
     return choose(maxima, digit << 5 | low, n - above - between), digit << 5
 
 
+def find_fine(maxima: Keys, n: int) -> int:
+    """The lower edge of the bin of 16 values of the `n`-th largest maximum, if it is one of the 64 bins from the best
+    one's down and holds positive numbers' keys, but not the least of them; else 0."""
+    if len(maxima) < n:
+        return 0
+    digit = int(np.sort(maxima)[-n]) >> 4
+    return digit << 4 if digit > max(BINS, (int(maxima.max()) >> 4) - 64) else 0
+
+
+def list_given(keys: Keys, n: int, shape: Shape) -> tuple[Indices, int]:
+    """`list_vectors` of a row whose maxima are given."""
+    maxima = tops_of(keys)
+    bound = find_fine(maxima, n) if len(maxima) <= shape.given else 0
+    reaching = np.flatnonzero(maxima >= bound)
+    if bound > 0 and len(reaching) <= shape.threads * shape.held:
+        return reaching, bound
+    return list_vectors(keys, n, shape.threads * shape.held)
+
+
 def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
     """Local indices of the first min(n, length) of a row's keys (key16) by (key descending, index ascending)."""
     if len(keys) <= n:
@@ -216,7 +239,7 @@ def best_keys(keys: Keys, n: int, shape: Shape) -> Indices:
     if vectors <= shape.threads * shape.held:
         return best_shared(keys, n, 1, shape)[0]
     if vectors <= shape.room:
-        listed, bound = list_vectors(keys, n, shape.threads * shape.held)
+        listed, bound = list_given(keys, n, shape)
         places = (listed[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
         places = places[places < len(keys)]
         return places[choose(keys[places], *held_threshold([keys[places]], n, [bound]))]

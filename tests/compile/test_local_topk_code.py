@@ -12,7 +12,7 @@ from keysieve.kernels.base import ARCHS, MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.local_topk_config import LOCAL_PUSH, LOCAL_TOPK, LocalMap, LocalTopkConfig, config_for
 from keysieve.kernels.local_topk_host import LocalTopk, on_vectors
 
-ARGUMENTS = 25  # of the entry, without the stream
+ARGUMENTS = 26  # of the entry, without the stream
 
 
 @pytest.mark.parametrize("kernel", [LOCAL_PUSH, LOCAL_TOPK], ids=lambda kernel: kernel.name)
@@ -75,13 +75,40 @@ def test_a_push_passes_what_the_entry_takes() -> None:
     )  # fmt: skip
     ((config, args),) = seen.calls
     assert (config.push, config.n_class, len(args)) == (True, 2048, ARGUMENTS)
-    assert args[1] == 1024
-    assert args[3:9] == (1, 3, 352, 2, 9000, 1024), "a row cannot have more keys than columns"
-    assert args[9:12] == (0, 0, 0)
-    assert args[12:20] == (peers.data_ptr(), 256, 4, 8, 3, 64, epoch.data_ptr(), 9)
-    assert args[20:] == (0, 1, 1, 1, config.shared_bytes)
+    assert args[1:3] == (0, 1024)
+    assert args[4:10] == (1, 3, 352, 2, 9000, 1024), "a row cannot have more keys than columns"
+    assert args[10:13] == (0, 0, 0)
+    assert args[13:21] == (peers.data_ptr(), 256, 4, 8, 3, 64, epoch.data_ptr(), 9)
+    assert args[21:] == (0, 1, 1, 1, config.shared_bytes)
     use.push(logits, lens[:0], world=8, rank=3, interleave=64)
     assert len(seen.calls) == 1, "no rows, no launch"
+
+
+def test_maxima_are_taken_where_rows_are_long_and_blocks_alone() -> None:
+    """And where they stay in L2 beside the logits, or few vectors are read again."""
+    seen = Recorder()
+    tops = torch.zeros(8, 64, dtype=torch.int16)
+
+    def made(n: int, keys: int, planes: int = 2, given: bool = True) -> LocalTopk:
+        return LocalTopk(seen.make, n=n, planes=planes, push=True, keys=keys, sms=132, given=given)
+
+    for n, keys, taken in (
+        (352, 32_768, range(0)),
+        (352, 32_769, range(25, 140)),
+        (352, 131_072, range(13, 140)),
+        (1216, 65_536, range(25, 49)),
+        (1216, 1 << 19, range(1, 7)),
+    ):
+        assert [rows for rows in range(1, 140) if made(n, keys).takes_maxima(rows)] == list(taken), (n, keys)
+    use = made(352, 65_536)
+    logits, lens = torch.zeros(70, 8, dtype=torch.bfloat16), torch.zeros(70, dtype=torch.int32)
+    use.push(logits, lens, tops=tops, world=1, rank=0, interleave=1)
+    ((config, args),) = seen.calls
+    assert config == use.serves(70)
+    assert config.given
+    assert args[1] == tops.data_ptr()
+    assert not made(1216, 65_536, planes=4).takes_maxima(30), "no room for maxima"
+    assert not made(1216, 65_536, given=False).takes_maxima(30)
 
 
 def test_rows_off_16_bytes_are_copied_first() -> None:
@@ -102,6 +129,6 @@ def test_rows_off_16_bytes_are_copied_first() -> None:
         _, args = seen.calls[-1]
         assert len(args) == ARGUMENTS
         assert (args[0] == logits.data_ptr()) == direct
-        assert args[1] == (1024 if direct else -(-width // 8) * 8)
-        assert (args[3], args[8], args[10]) == (2, width, 4300)
+        assert args[2] == (1024 if direct else -(-width // 8) * 8)
+        assert (args[4], args[9], args[11]) == (2, width, 4300)
     assert not on_vectors(memory[:4095].clone().view(1, 4095)), "the last vector would be read past the memory"

@@ -55,6 +55,19 @@ def test_long_rows_have_index_planes(device: torch.device) -> None:
     hold(ranks, step(ranks), alone.call())
 
 
+def test_many_long_rows_go_by_the_maxima_that_the_scorer_writes(device: torch.device) -> None:
+    """And few of them, with the same indexer, do not."""
+    lens = (*range(69993, 70001), *(300,) * 8, *range(66001, 66009), 65536, 65537, 65538, 65539, 0, 2048, 2049, 1)
+    ranks, alone = both(Context(Geometry(2, lens=lens, next_n=8, heads=8), device), [device] * 2)
+    offer = ranks[0].indexer._runner._offer
+    assert [offer.takes_maxima(rows) for rows in (8, 24, 32)] == [False, False, True]
+    whole = alone.call()
+    for site, rows in enumerate((32, 8, 32, 24, 32)):
+        hold(ranks, step(ranks, rows=rows, site=site), whole, rows)
+    for rank in ranks:
+        rank.indexer.check()
+
+
 def test_epochs_wrap(device: torch.device) -> None:
     """Tags start five calls below 2^32, slots preset with them; zero is then a tag like any other."""
     case = Geometry(2, topn=1024, lens=(9000, 3000, 70))

@@ -30,8 +30,10 @@ NS = (32, 352, 672, 1216, 2048, 2080, 4096)
 
 
 @lru_cache(maxsize=64)
-def kernel(device: torch.device, n: int, planes: int, push: bool, shape: Shape | None = None) -> LocalTopk:
-    config = config_for(n, planes, push, shape)
+def kernel(
+    device: torch.device, n: int, planes: int, push: bool, shape: Shape | None = None, given: bool = False
+) -> LocalTopk:
+    config = config_for(n, planes, push, shape, given)
     return LocalTopk(lambda k, c: Launcher(k, c, device), n=n, planes=planes, push=push, config=config)
 
 
@@ -80,6 +82,18 @@ def pitched(x: torch.Tensor, lens: list[int], fill: float = float("nan")) -> tor
     for t, n in enumerate(lens):
         out[t, : max(n, 0)] = x[t, : max(n, 0)]
     return out
+
+
+def maxima_of(x: torch.Tensor, lens: list[int]) -> torch.Tensor:
+    """What the scorer writes beside pitched logits: key16 of the largest of every 8 keys; elsewhere, the largest."""
+    bits = x.view(torch.int16).int() & 0xFFFF
+    keys = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits ^ 0x8000)
+    for t, n in enumerate(lens):
+        keys[t, max(n, 0) :] = 0
+    tops = keys.view(len(lens), -1, 8).amax(2)
+    for t, n in enumerate(lens):
+        tops[t, -(-max(n, 0) // 8) :] = 0xFFFF
+    return tops.to(torch.int16)
 
 
 def want(x: torch.Tensor, lens: list[int], n: int, planes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,6 +150,7 @@ def run_push(
     interleave: int,
     start: int,
     shape: Shape | None = None,
+    given: bool = False,
 ) -> None:
     rows = len(lens)
     lengths = torch.tensor(lens, dtype=torch.int32)
@@ -145,9 +160,11 @@ def run_push(
     x = canonicalize_(values(kind, rows, width, device, 3))
     memory = Slots(device, world, rows + 2, n, planes, start)
     words = poison((rows, candidate_words(n, planes)), torch.int32, device)
-    kernel(device, n, planes, True, shape).push(
-        pitched(x, local), lengths.to(device), world=world, rank=rank, interleave=interleave, peers=memory.peers,
-        slots=memory.offset, max_rows=rows + 2, epoch=memory.epoch, site=77, words=words,
+    logits = pitched(x, local)
+    kernel(device, n, planes, True, shape, given).push(
+        logits, lengths.to(device), tops=maxima_of(logits, local) if given else None, world=world, rank=rank,
+        interleave=interleave, peers=memory.peers, slots=memory.offset, max_rows=rows + 2, epoch=memory.epoch, site=77,
+        words=words,
     )  # fmt: skip
     expected, _ = want(x, local, n, planes)
     assert torch.equal(words.cpu(), expected)
@@ -199,6 +216,24 @@ def test_pushed_rows_of_every_path(device: torch.device, case: int) -> None:
         run_push(device, kind, [66_000, 65_537 * 2, 150_000, 9_000, 20_000, 70_001], case, 2, 1, 1, 5)
         run_push(device, kind, [900_000, 1_048_576, 300_000, 5, 66_000], case, 2, 0, 64, 5)
     run_push(device, "relu", [1_100_000, 64_000, 33], case, 2, 0, 64, 5)
+
+
+@cases(*KINDS)
+def test_pushed_rows_whose_maxima_are_given(device: torch.device, case: str) -> None:
+    """Rows about what registers hold of keys, of maxima, and about what shared memory holds of these."""
+    lens = [*LENGTHS, 65_528, 65_529, 60_000, 33_333, 36_865]
+    run_push(device, case, lens, 1216, 1, 0, 1, 7, given=True)
+    run_push(device, case, [2 * x for x in lens], 352, 2, 1, 1, 2**32 - 1, given=True)
+    run_push(device, case, lens, 33, 1, 0, 1, 8, given=True)
+    run_push(device, case, [70_001, 131_072, 65_537, 66_000, 9], 1216, 1, 0, 1, 5, given=True)
+    run_push(device, case, [300_001, 524_288, 65_000], 2048, 1, 0, 1, 5, given=True)
+
+
+@cases(2080, 4096)
+def test_large_n_of_rows_whose_maxima_are_given(device: torch.device, case: int) -> None:
+    for kind in ("gaussian", "few", "specials", "bursts"):
+        run_push(device, kind, [65_536, 40_000, 32_769, 32_768, 4096], case, 1, 0, 1, 5, given=True)
+        run_push(device, kind, [131_072, 65_537, 100_001], case, 1, 0, 1, 5, given=True)
 
 
 @cases(

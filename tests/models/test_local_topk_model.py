@@ -50,14 +50,15 @@ def reference(bits: Keys, n: int, planes: int) -> np.ndarray:
     held=st.sampled_from((1, 2, 4, 8)),
     room=st.sampled_from((0, 400, 10_000)),
     listed=st.sampled_from((1, 2, 6)),
+    maxima=st.sampled_from((0, 256, 10_000)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_words_are_the_references(
-    kind: str, length: int, n: int, threads: int, held: int, room: int, listed: int, seed: int
+    kind: str, length: int, n: int, threads: int, held: int, room: int, listed: int, maxima: int, seed: int
 ) -> None:
     bits = bits_of(kind, length, seed)
     held = max(held, -(-n // threads))
-    shape = model.Shape(threads, held, room, n * listed)
+    shape = model.Shape(threads, held, room, n * listed, maxima)
     assert np.array_equal(model.candidate_row(key16_of_bits(bits), n, 2, shape), reference(bits, n, 2))
 
 
