@@ -57,7 +57,7 @@ def test_long_rows_have_index_planes(device: torch.device) -> None:
 
 @cases((8, 8), (32, 4), (64, 8))
 def test_many_long_rows_go_by_the_maxima_that_the_scorer_writes(device: torch.device, case: tuple[int, int]) -> None:
-    """And few of them, with the same indexer, do not. Scorers of every kind of rows: alone in a lane, four in a quad."""
+    """And few of them, with the same indexer, do not. Scorers that keep a row in a lane alone, and four in a quad."""
     heads, next_n = case
     lens = (*range(69993, 70001), *(300,) * 8, *range(66001, 66009), 65536, 65537, 65538, 65539, 0, 2048, 2049, 1)
     ranks, alone = both(Context(Geometry(2, lens=lens, next_n=next_n, heads=heads), device), [device] * 2)
