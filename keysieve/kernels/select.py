@@ -4,7 +4,7 @@ One block per row, or a cluster of `config.cluster` blocks. The passes are those
 
 * a row of at most K keys takes all of them: no logit is read;
 * a row whose part fits the block's registers is selected from directly: histogram of the upper 11 bits, histogram of
-  the lower 5 bits in the threshold bin, masks, block scan;
+  the lower 5 bits in the threshold bin, masks, block scan; of a shared row, other digits (`select_shared.py`);
 * a longer row first selects, by the same steps, the K best of its groups of 8 keys by their maxima, then among the keys
   of exactly those K groups, which hold all winners. No list can overflow, so there is no second path for rows of many
   equal keys: a plateau costs what any row costs.
@@ -31,6 +31,7 @@ from cutlass.memory import SmemAllocator
 from keysieve.device import ptx
 from keysieve.kernels import select_foreign as foreign
 from keysieve.kernels import select_rows as places
+from keysieve.kernels import select_shared as split
 from keysieve.kernels import select_stages as stages
 from keysieve.kernels import select_steps as steps
 from keysieve.kernels.select_config import SelectConfig, SharedMap
@@ -241,8 +242,9 @@ class Select:
             edge = Uint32(0)
             if cutlass.const_expr(not config.maxima):
                 edge = foreign.load_edge(address, head, end, groups, thread)
+            bound = Int32(0)
             if two_level:
-                count = stages.find_groups(
+                count, bound = stages.find_groups(
                     base,
                     address,
                     tops,
@@ -253,7 +255,6 @@ class Select:
                     k,
                     thread,
                     rank,
-                    active,
                     start,
                     units,
                     words,
@@ -261,8 +262,12 @@ class Select:
                 )
                 loading = stages.plan_loads(base, True, first, count, thread, config)
                 words = stages.issue_loads(address, head, end, loading, config)
+            near = bound > Int32(split.ZERO)
+            if cutlass.const_expr(config.cluster > 1):  # noqa: SIM102  # a trace-time test, then a run-time one
+                if active > Int32(1) and not two_level:
+                    near = length >= k * Int32(split.LONG)
             words = stages.settle_keys(base, edge, head, end, two_level, loading, words, count, thread, config)
-            found, slot = stages.find_keys(base, words, count, k, thread, rank, active, config)
+            found, slot = stages.find_keys(base, words, count, k, bound, near, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)
             listed = base + Uint32(self.map.groups)
             policy = places.output_policy(k, config)

@@ -22,6 +22,12 @@ and clusters of 16 do not fill the chip.)"""
 VECTORS: int = 4
 """16-byte vectors that a thread keeps in registers: of keys, and before them of maxima (more maxima are read again)."""
 
+OCTAVE_BITS: int = 9
+"""Bits of the first digit where blocks share a row: sign and exponent."""
+
+COPIES: int = 4
+"""Histograms of octaves that a block counts in."""
+
 
 @dataclass(frozen=True)
 class SelectConfig:
@@ -48,7 +54,7 @@ class SelectConfig:
         return self.threads // 32
 
     def high_bits(self, stage: int) -> int:
-        """Bits of the first digit: 11, and 12 among the maxima of a row that one block works on, where a finer digit
+        """Bits of an unshared row's first digit: 11, and 12 among maxima where no row is shared, since a finer digit
         mostly spares the second one (see `find_groups`)."""
         return 12 if self.cluster == 1 and stage == 0 else 11
 
@@ -130,15 +136,18 @@ class SharedMap:
     block of the cluster may still read it.
     """
 
-    high: tuple[int, int]  # u32 [2048 or 4096]: counts of the upper bits
-    low: tuple[int, int]  # u32 [64]: counts of the lower bits inside the threshold bin, then of keys outside of it
+    high: tuple[int, int]  # u32 [2048 or 4096]: counts of the upper bits; of a shared row u32 [COPIES][512]: of octaves
+    low: tuple[int, int]  # u32 [64 or 256]: counts of the other bits inside the threshold's bin, then of keys outside
     cleared: int  # bytes from 0 that are zeroed at the start
-    chunks: tuple[int, int]  # u32 [cluster][32]: sums of 64 neighbouring bins, of every block of the cluster
-    bins: tuple[int, int]  # u32 [cluster][64]: the threshold chunk's bins, of every block
-    lows: tuple[int, int]  # u32 [cluster][40]: `low` of every block, then its keys in higher bins
-    found: tuple[int, int]  # u32 [2]: threshold digit and the keys above it; the keys in its bin
+    chunks: tuple[int, int]  # u32 [32]: sums of neighbouring bins, of every warp
+    octaves: tuple[int, int]  # u16 [cluster][512]: of a shared row, `high` of every block
+    values: tuple[int, int]  # u16 [cluster][128]: of a shared row, `low` of every block
+    found: tuple[int, int]  # u32 [4]: threshold digit and the keys above it; the keys in its bin. Of a shared row:
+    # digit, keys above it in the row and in the blocks before, keys in it there
     sums: tuple[int, int]  # u32 [32]: what every warp takes
-    arrivals: int  # u64 [6]: mbarriers of what the cluster's blocks send (stage 0 chunks, bins, lows; stage 1 the same)
+    arrivals: int  # u64 [6]: mbarriers of what the cluster's blocks send (stage 0 octaves, values; stage 1 the same;
+    # bins above floors, and these; plateaus)
+    floors: int  # u32 [2][8]: of a shared row, what every block counts from; its keys above and at zero, 16 bits each
     tiles: int  # u32 [32]: tiles of earlier requests, a partial sum of every warp
     groups: int  # u32 [held_groups]: groups that were found, in position order
     picks: int  # u32 [k_class]: keys that were found, in position order
@@ -154,12 +163,14 @@ class SharedMap:
     @staticmethod
     def of(config: SelectConfig) -> SharedMap:
         high = (0, 4 << config.high_bits(0))
-        low = (high[1] + (4 << config.high_bits(1)), high[1] + (4 << config.high_bits(1)) + 256)
-        at = cleared = low[1] + 256
+        lows = 256 if config.cluster == 1 else 8 << (16 - OCTAVE_BITS)
+        low = (high[1] + (4 << config.high_bits(1)), high[1] + (4 << config.high_bits(1)) + lows)
+        at = cleared = low[1] + lows
+        shared = config.cluster > 1
         sizes = {
-            "chunks": 128 * config.cluster,
-            "bins": 256 * config.cluster,
-            "lows": 160 * config.cluster,
+            "chunks": 128,
+            "octaves": (2 << OCTAVE_BITS) * config.cluster * shared,
+            "values": (2 << (16 - OCTAVE_BITS)) * config.cluster * shared,
             "found": 16,
             "sums": 128,
         }
@@ -168,7 +179,8 @@ class SharedMap:
             pairs[name] = (at, at + size)
             at += 2 * size
         arrivals = at
-        tiles = arrivals + 64
+        floors = arrivals + 64
+        tiles = floors + 64
         edges = tiles + 128
         landings = edges + 128
         scratch = landings + -(-8 * config.chunks * config.warps // 128) * 128
@@ -183,6 +195,7 @@ class SharedMap:
             **pairs,
             cleared=cleared,
             arrivals=arrivals,
+            floors=floors,
             tiles=tiles,
             groups=groups,
             picks=picks,

@@ -16,7 +16,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.device.paged import physical_row, table_entry
 from keysieve.kernels.schedule import FLAG_BAD_LENGTH, FLAG_OVERFLOW, tiles_and_half, usable_length
-from keysieve.kernels.select_config import SelectConfig, SharedMap
+from keysieve.kernels.select_config import OCTAVE_BITS, SelectConfig, SharedMap
 
 KEPT_WORDS = 368640
 """Physical rows (four bytes each) that L2 is asked to keep: an eighth of the 11.25 MiB that an H200's driver sets aside
@@ -29,10 +29,11 @@ def open_exchange(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectC
     cluster = config.cluster
     if thread == Int32(0):
         for stage in cutlass.range_constexpr(2):
-            arrival = base + Uint32(SharedMap.of(config).arrivals + 24 * stage)
-            exchange_cluster.arm(arrival, cluster * 128)
-            exchange_cluster.arm(arrival + Uint32(8), cluster * 256)
-            exchange_cluster.arm(arrival + Uint32(16), cluster * 132)
+            arrival = base + Uint32(SharedMap.of(config).arrivals + 16 * stage)
+            exchange_cluster.arm(arrival, cluster * (2 << OCTAVE_BITS))
+            exchange_cluster.arm(arrival + Uint32(8), cluster * (2 << (16 - OCTAVE_BITS)))
+        exchange_cluster.arm(base + Uint32(SharedMap.of(config).arrivals + 32), cluster * ((2 << OCTAVE_BITS) + 4))
+        exchange_cluster.arm(base + Uint32(SharedMap.of(config).arrivals + 40), cluster * 4)
         exchange_cluster.publish()
     cute.arch.cluster_arrive_relaxed()
 

@@ -17,6 +17,7 @@ from keysieve.kernels import select_foreign as foreign
 from keysieve.kernels import select_numbers as numbers
 from keysieve.kernels import select_steps as steps
 from keysieve.kernels import select_stream as stream
+from keysieve.kernels import select_threshold as threshold_of
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
 
@@ -29,24 +30,6 @@ def share(total: Int32, first: Int32, part: Int32) -> Int32:
     if count < Int32(0):
         count = Int32(0)
     return count
-
-
-@cute.jit
-def rounds_of(count: Int32, config: cutlass.Constexpr[SelectConfig]) -> Int32:
-    """Vectors a thread holds when a block holds `count`."""
-    return (count + Int32(config.threads - 1)) // Int32(config.threads)
-
-
-@cute.jit
-def first_index(rounds: Int32, thread: Int32) -> Int32:
-    """Index in the part of the thread's vector of round 0; round r is 32 r further."""
-    return (thread >> Int32(5)) * rounds * Int32(32) + (thread & Int32(31))
-
-
-@cute.jit
-def has_round(step: cutlass.Constexpr[int], first: Int32, count: Int32, rounds: Int32, thread: Int32) -> Any:
-    """Does this warp hold any vector in round `step`? The same in all its lanes."""
-    return Int32(step) < rounds and first - (thread & Int32(31)) + Int32(32 * step) < count
 
 
 @cute.jit
@@ -88,8 +71,8 @@ def plan_loads(
 ) -> Any:
     """Which vectors this thread holds, -1 for none: of the part [first, first + count), or of the `count` groups in the
     shared list (`listed`)."""
-    rounds = rounds_of(count, config)
-    index = first_index(rounds, thread)
+    rounds = threshold_of.rounds_of(count, config)
+    index = threshold_of.first_index(rounds, thread)
     places = [Int32(-1) for _ in range(VECTORS)]
     for step in cutlass.range_constexpr(VECTORS):
         one = index + Int32(32 * step)
@@ -138,15 +121,15 @@ def settle_keys(
 ) -> Any:
     """This thread's numbers from what `issue_loads` returned: BF16 bits, all ones where no key is; in place of foreign
     NaNs what is larger than any number, for `settle_nans` to find."""
-    rounds = rounds_of(count, config)
-    index = first_index(rounds, thread)
+    rounds = threshold_of.rounds_of(count, config)
+    index = threshold_of.first_index(rounds, thread)
     if cutlass.const_expr(not config.maxima):
         done = not foreign.has_edges(head, end)
         if cutlass.const_expr(not config.given):
             done = listed or done
         foreign.show_edge(base, edge, done, thread, config)
     for step in cutlass.range_constexpr(VECTORS):
-        if has_round(step, index, count, rounds, thread):
+        if threshold_of.has_round(step, index, count, rounds, thread):
             whole = foreign.is_whole(groups[step], head, end)
             if cutlass.const_expr(not config.maxima):
                 if groups[step] >= Int32(0) and not whole:
@@ -168,6 +151,8 @@ def find_keys(
     words: Any,
     count: Int32,
     k: Int32,
+    bound: Int32,
+    near: Boolean,
     thread: Int32,
     rank: Int32,
     active: Int32,
@@ -176,27 +161,31 @@ def find_keys(
     """Stage 1 over `count` vectors held in registers. Leaves the winners' indices (8 * vector + key) of this block in
     the shared list `picks`; returns (their number, the output slot of the first). Ends with a block barrier."""
     shared = SharedMap.of(config)
-    rounds = rounds_of(count, config)
-    first = first_index(rounds, thread)
-    lane = thread & Int32(31)
+    rounds = threshold_of.rounds_of(count, config)
+    first = threshold_of.first_index(rounds, thread)
     steps.mark(base, thread, 6, config)
-    bits = config.high_bits(1)
-    for step in cutlass.range_constexpr(VECTORS):
-        if Int32(step) < rounds and first + Int32(32 * step) < count:
-            steps.count_high(base + Uint32(shared.high[1]), words[4 * step : 4 * step + 4], bits)
-    if cutlass.const_expr(not config.maxima):
-        words = foreign.settle_nans(base + Uint32(shared.high[1]), words, bits, thread)
-    steps.mark(base, thread, 7, config)
-    digit, above, my_above, _inside = steps.find_high(base, k, thread, rank, active, config, 1)
-    steps.mark(base, thread, 8, config)
-    for step in cutlass.range_constexpr(VECTORS):
-        if has_round(step, first, count, rounds, thread):
-            steps.count_low(
-                base + Uint32(shared.low[1]), words[4 * step : 4 * step + 4], digit, lane, config.high_bits(1), 1
+    threshold = Uint32(0)
+    need = Int32(0)
+    slot = Int32(0)
+    known = Int32(0)
+    if cutlass.const_expr(config.cluster > 1 or config.threads == 512):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if near:
+            known, threshold, need, slot = threshold_of.find_key_near(
+                base, words, count, k, bound, rounds, first, thread, rank, config
             )
-    low, need, slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 1)
+    if known == Int32(0):
+        if cutlass.const_expr(config.cluster == 1):
+            words, threshold, need = threshold_of.find_key_alone(base, words, count, k, rounds, first, thread, config)
+        else:
+            if active > Int32(1):
+                words, threshold, need, slot = threshold_of.find_key_shared(
+                    base, words, count, k, rounds, first, thread, rank, config
+                )
+            else:
+                words, threshold, need = threshold_of.find_key_alone(
+                    base, words, count, k, rounds, first, thread, config
+                )
     steps.mark(base, thread, 9, config)
-    threshold = (digit << Uint32(16 - bits)) | low
     g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config, 1)
     g_before, e_before, g_warp, e_warp = steps.lane_offsets(g, e)
     g_base, e_base, g_all, e_all = steps.warp_offsets(
@@ -225,22 +214,22 @@ def masks_in_order(
     """(mask of keys above the threshold, mask of keys equal to it, index of bit 0): per lane a run of neighbouring
     indices, lanes in index order."""
     lane = thread & Int32(31)
-    first = first_index(rounds, thread)
+    first = threshold_of.first_index(rounds, thread)
     greater = [Uint32(0) for _ in range(VECTORS)]
     equal = [Uint32(0) for _ in range(VECTORS)]
     if cutlass.const_expr(stage == 0):
         for step in cutlass.range_constexpr(VECTORS):
-            if has_round(step, first, count, rounds, thread):
+            if threshold_of.has_round(step, first, count, rounds, thread):
                 greater[step], equal[step] = packed.masks_x8(words[4 * step : 4 * step + 4], threshold)
     else:
         if threshold > Uint32(packed.KEY16_NAN):
             bits = numbers.bits_of(threshold)
             for step in cutlass.range_constexpr(VECTORS):
-                if has_round(step, first, count, rounds, thread):
+                if threshold_of.has_round(step, first, count, rounds, thread):
                     greater[step], equal[step] = numbers.number_masks(words[4 * step : 4 * step + 4], bits)
         else:  # NaNs are wanted, which no comparison of numbers finds
             for step in cutlass.range_constexpr(VECTORS):
-                if has_round(step, first, count, rounds, thread):
+                if threshold_of.has_round(step, first, count, rounds, thread):
                     its = [packed.key16x2_fast(word) for word in words[4 * step : 4 * step + 4]]
                     greater[step], equal[step] = packed.masks_x8(its, threshold)
     g = greater[0]
@@ -267,7 +256,7 @@ def hold_tops(
 ) -> list[Uint32]:
     """The maxima of a foreign row that this thread keeps in registers. All loads are issued before one is looked at."""
     held = VECTORS
-    index = first_index(rounds, thread)
+    index = threshold_of.first_index(rounds, thread)
     words = [Uint32(0) for _ in range(4 * held)]
     for step in cutlass.range_constexpr(held):
         one = index + Int32(32 * step)
@@ -296,25 +285,13 @@ def hold_tops(
 @cute.jit
 def within_row(words: list[Uint32], first_vector: Int32, rounds: Int32, groups: Int32, thread: Int32) -> list[Uint32]:
     """The held maxima, 0 past the row."""
-    index = first_index(rounds, thread)
+    index = threshold_of.first_index(rounds, thread)
     for step in cutlass.range_constexpr(VECTORS):
         group = (first_vector + index + Int32(32 * step)) * Int32(8)
         if group + Int32(8) > groups:
             for word in cutlass.range_constexpr(4):
                 inside = packed.inside_mask(group + Int32(2 * word), Int32(0), groups)
                 words[4 * step + word] = words[4 * step + word] & inside
-    return words
-
-
-@cute.jit
-def more_tops(tops: Int64, first_vector: Int32, index: Int32, count: Int32, groups: Int32) -> Any:
-    """One vector of maxima beyond the registers, 0 past the row and past the part."""
-    words = [Uint32(0) for _ in range(4)]
-    if index < count:
-        group = (first_vector + index) * Int32(8)
-        loaded = ptx.load_v4(tops + Int64(first_vector + index) * Int64(16))
-        for word in cutlass.range_constexpr(4):
-            words[word] = loaded[word] & packed.inside_mask(group + Int32(2 * word), Int32(0), groups)
     return words
 
 
@@ -330,15 +307,14 @@ def find_groups(
     k: Int32,
     thread: Int32,
     rank: Int32,
-    active: Int32,
     first_vector: Int32,
     count: Int32,
     words: list[Uint32],
     config: cutlass.Constexpr[SelectConfig],
-) -> Int32:
+) -> Any:
     """Stage 0: the K best of the row's groups, whose maxima are `count` vectors from `first_vector` on in this block;
     `words`: those that a thread holds, where they were given. Leaves this block's best in the shared list `groups`;
-    returns their number.
+    returns (their number, a key16 that the maxima of K groups reach).
 
     Where the groups whose tops reach the threshold's bin all fit the next stage's registers, they all are taken, more
     than K: the best K are among them, and the second digit is not looked for. Maxima beyond the registers are read
@@ -346,12 +322,8 @@ def find_groups(
     """
     shared = SharedMap.of(config)
     held = VECTORS
-    bits = config.high_bits(0)
-    lane = thread & Int32(31)
-    high = base + Uint32(shared.high[0])
-    low_bins = base + Uint32(shared.low[0])
-    rounds = rounds_of(count, config)
-    first = first_index(rounds, thread)
+    rounds = threshold_of.rounds_of(count, config)
+    first = threshold_of.first_index(rounds, thread)
     if cutlass.const_expr(config.streamed):
         begin = first_vector * Int32(8)
         stop = begin + count * Int32(8)
@@ -366,29 +338,16 @@ def find_groups(
         words = hold_tops(base, tops, first_vector, count, rounds, thread, config)
     words = within_row(words, first_vector, rounds, groups, thread)
     steps.mark(base, thread, 2, config)
-    for step in cutlass.range_constexpr(held):
-        if Int32(step) < rounds and first + Int32(32 * step) < count:
-            steps.count_high(high, words[4 * step : 4 * step + 4], bits)
-    for step in cutlass.range(held, rounds, unroll=1):
-        if first + step * Int32(32) < count:
-            steps.count_high(high, more_tops(tops, first_vector, first + step * Int32(32), count, groups), bits)
-    steps.mark(base, thread, 3, config)
-    digit, above, my_above, inside = steps.find_high(base, k, thread, rank, active, config, 0)
-    # Everything from the threshold's bin on, should it fit; else the exact threshold and how many equal ones to take.
-    threshold = (digit << Uint32(16 - bits)) - Uint32(1)
+    threshold = Uint32(0)
     need = Int32(0)
-    exact = Boolean(True)
     if cutlass.const_expr(config.cluster == 1):
-        exact = above + inside > Int32(config.held_groups)
-    if exact:
-        for step in cutlass.range_constexpr(held):
-            if has_round(step, first, count, rounds, thread):
-                steps.count_low(low_bins, words[4 * step : 4 * step + 4], digit, lane, bits, 0)
-        for step in cutlass.range(held, rounds, unroll=1):
-            more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
-            steps.count_low(low_bins, more, digit, lane, bits, 0)
-        low, need, _slot = steps.find_low(base, k, above, my_above, thread, rank, active, config, 0)
-        threshold = (digit << Uint32(16 - bits)) | low
+        threshold, need = threshold_of.find_top_alone(
+            base, tops, first_vector, groups, words, count, k, rounds, first, thread, config
+        )
+    else:  # an unshared row of such a configuration is short
+        threshold, need = threshold_of.find_top_shared(
+            base, tops, first_vector, groups, words, count, k, rounds, first, thread, rank, config
+        )
     steps.mark(base, thread, 4, config)
     g, e, unit = masks_in_order(base, words, threshold, count, rounds, thread, config, 0)
     g_before, e_before, g_held, e_held = steps.lane_offsets(g, e)
@@ -396,7 +355,7 @@ def find_groups(
     e_more = Int32(0)
     if rounds > Int32(held):
         for step in cutlass.range(held, rounds, unroll=1):
-            more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
+            more = threshold_of.more_tops(tops, first_vector, first + step * Int32(32), count, groups)
             above_mask, equal_mask = packed.masks_x8(more, threshold)
             g_more = g_more + Int32(cute.arch.popc(above_mask))
             e_more = e_more + Int32(cute.arch.popc(equal_mask))
@@ -411,7 +370,7 @@ def find_groups(
     g_base = g_base + g_held
     e_base = e_base + e_held
     for step in cutlass.range(held, rounds, unroll=1):
-        more = more_tops(tops, first_vector, first + step * Int32(32), count, groups)
+        more = threshold_of.more_tops(tops, first_vector, first + step * Int32(32), count, groups)
         above_mask, equal_mask = packed.masks_x8(more, threshold)
         g_before, e_before, g_warp, e_warp = steps.lane_offsets(above_mask, equal_mask)
         unit = offset + (first + step * Int32(32)) * Int32(8)
@@ -422,4 +381,4 @@ def find_groups(
     steps.mark(base, thread, 5, config)
     if e_all > need:
         e_all = need
-    return g_all + e_all
+    return g_all + e_all, Int32(threshold)

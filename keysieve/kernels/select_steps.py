@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from keysieve.device import exchange_cluster, packed, ptx, scan
+from keysieve.device import packed, ptx, scan
 from keysieve.kernels import select_numbers as numbers
 from keysieve.kernels.select_config import VECTORS, SelectConfig, SharedMap
 
@@ -92,37 +92,12 @@ def find_high(
     base: Uint32,
     want: Int32,
     thread: Int32,
-    rank: Int32,
-    active: Int32,
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """After all keys were counted by their upper bits: (digit of the `want`-th key; keys above its bin in the row; keys
-    above it in this block, for a shared row only; keys in the bin, for an unshared row only). The same in all
-    threads."""
-    digit = Uint32(0)
-    above = Int32(0)
-    my_above = Int32(0)
-    inside = Int32(0)
-    if cutlass.const_expr(config.cluster == 1):
-        digit, above, inside = find_high_alone(base, want, thread, config, stage)
-    else:
-        if active > Int32(1):
-            digit, above, my_above = find_high_shared(base, want, thread, rank, config, stage)
-        else:
-            digit, above, inside = find_high_alone(base, want, thread, config, stage)
-    return digit, above, my_above, inside
-
-
-@cute.jit
-def find_high_alone(
-    base: Uint32,
-    want: Int32,
-    thread: Int32,
-    config: cutlass.Constexpr[SelectConfig],
-    stage: cutlass.Constexpr[int],
-) -> Any:
-    """`find_high` in one block: a thread owns neighbouring bins, the first thread the highest. Three block barriers."""
+    """After all of a block's keys were counted by their upper bits: (digit of the `want`-th key; keys above its bin;
+    keys in the bin). The same in all threads: a thread owns neighbouring bins, the first one the highest. Three block
+    barriers."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     warp = thread >> Int32(5)
@@ -166,102 +141,16 @@ def find_high_alone(
 
 
 @cute.jit
-def find_high_shared(
-    base: Uint32,
-    want: Int32,
-    thread: Int32,
-    rank: Int32,
-    config: cutlass.Constexpr[SelectConfig],
-    stage: cutlass.Constexpr[int],
-) -> Any:
-    """`find_high` in a cluster: blocks exchange the sums of chunks of 64 bins, then the threshold chunk's bins: four a
-    store, since it is stores that take a receiver's time."""
-    shared = SharedMap.of(config)
-    lane = thread & Int32(31)
-    warp = thread >> Int32(5)
-    histogram = base + Uint32(shared.high[stage])
-    chunks = base + Uint32(shared.chunks[stage])
-    arrival = base + Uint32(shared.arrivals + 24 * stage)
-    cute.arch.sync_threads()
-    if warp < Int32(8):
-        totals = []
-        for index in cutlass.range_constexpr(4):
-            place = histogram + Uint32(warp) * Uint32(1024) + Uint32(256 * index) + Uint32(lane) * Uint32(8)
-            first, second = packed.load_shared_v2(place)
-            totals.append(Uint32(scan.warp_sum(Int32(first + second))))
-        if lane < Int32(config.cluster):
-            slot = chunks + Uint32(rank) * Uint32(128) + Uint32(warp) * Uint32(16)
-            exchange_cluster.send_v4(slot, *totals, arrival, Uint32(lane))
-    exchange_cluster.receive(arrival)
-    behind = Uint32(31) - Uint32(lane)
-    if cutlass.const_expr(stage == 1):  # chunks of positive numbers, then those of negative ones
-        behind = Uint32(lane)
-        if lane < Int32(16):
-            behind = Uint32(15) - Uint32(lane)
-    mine = Int32(ptx.load_shared(chunks + Uint32(rank) * Uint32(128) + behind * Uint32(4)))
-    total = Int32(0)
-    for peer in cutlass.range_constexpr(config.cluster):
-        total = total + Int32(ptx.load_shared(chunks + Uint32(128 * peer) + behind * Uint32(4)))
-    owner, above = pick_lane(total, want)
-    chunk = Int32(31) - owner
-    source = chunk
-    within = Uint32(248) - Uint32(lane) * Uint32(8)
-    if cutlass.const_expr(stage == 1):
-        source = Int32(15) - owner
-        if owner >= Int32(16):  # bins of negative numbers ascend
-            source = owner
-            within = Uint32(lane) * Uint32(8)
-    source = histogram + Uint32(source) * Uint32(256)
-    my_lower, my_upper = packed.load_shared_v2(source + within)
-    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if owner >= Int32(16):
-            my_lower, my_upper = my_upper, my_lower
-    bins = base + Uint32(shared.bins[stage])
-    arrival = base + Uint32(shared.arrivals + 24 * stage + 8)
-    if warp < Int32(config.cluster) and lane < Int32(16):
-        quarter = Uint32(lane) * Uint32(16)
-        four = ptx.load_shared_v4(source + quarter)
-        exchange_cluster.send_v4(bins + Uint32(rank) * Uint32(256) + quarter, *four, arrival, Uint32(warp))
-    exchange_cluster.receive(arrival)
-    within = Uint32(248) - Uint32(lane) * Uint32(8)
-    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if owner >= Int32(16):
-            within = Uint32(lane) * Uint32(8)
-    bins = base + Uint32(shared.bins[stage]) + within
-    upper = Int32(0)
-    lower = Int32(0)
-    for peer in cutlass.range_constexpr(config.cluster):
-        a, b = packed.load_shared_v2(bins + Uint32(256 * peer))
-        lower = lower + Int32(a)
-        upper = upper + Int32(b)
-    if cutlass.const_expr(stage == 1):  # noqa: SIM102  # a trace-time test, then a run-time one
-        if owner >= Int32(16):
-            lower, upper = upper, lower
-    lane_found, before = pick_lane(upper + lower, want - above)
-    above = above + before
-    in_upper = Int32(cute.arch.shuffle_sync(upper, lane_found))
-    second = Int32(above + in_upper < want)
-    above = above + in_upper * second
-    digit = chunk * Int32(64) + Int32(63) - lane_found * Int32(2) - second
-    part = mine * Int32(lane < owner) + Int32(my_upper + my_lower) * Int32(lane < lane_found)
-    part = part + Int32(my_upper) * second * Int32(lane == lane_found)
-    return Uint32(digit), above, scan.warp_sum(part)
-
-
-@cute.jit
 def find_low(
     base: Uint32,
     want: Int32,
     above: Int32,
-    my_above: Int32,
     thread: Int32,
-    rank: Int32,
-    active: Int32,
     config: cutlass.Constexpr[SelectConfig],
     stage: cutlass.Constexpr[int],
 ) -> Any:
-    """After the keys in the threshold bin were counted: (lower bits of the threshold, equal keys this block takes at
-    most, selected keys in the blocks before this one). The same in all threads. Begins with a block barrier."""
+    """After the keys in the threshold bin were counted: (lower bits of the threshold, equal keys that are taken). The
+    same in all threads. Begins with a block barrier."""
     shared = SharedMap.of(config)
     lane = thread & Int32(31)
     histogram = base + Uint32(shared.low[stage])
@@ -269,66 +158,8 @@ def find_low(
     cute.arch.sync_threads()
     total = Int32(ptx.load_shared(histogram + behind))
     total = total * Int32(lane >= Int32(32 - (1 << (16 - config.high_bits(stage)))))  # the other bins are spare
-    earlier = Int32(0)
-    earlier_above = Int32(0)
-    if cutlass.const_expr(config.cluster > 1):
-        total, earlier, earlier_above = exchange_lows(base, total, my_above, thread, rank, active, config, stage)
     owner, between = pick_lane(total, want - above)
-    need = want - above - between
-    slot = Int32(0)
-    if cutlass.const_expr(config.cluster > 1):
-        # Equal keys of earlier blocks come first; all but `need` of them are refused.
-        earlier_above = earlier_above + scan.warp_sum(earlier * Int32(lane < owner))
-        earlier_equal = Int32(cute.arch.shuffle_sync(earlier, owner))
-        if earlier_equal > need:
-            earlier_equal = need
-        slot = earlier_above + earlier_equal
-        need = need - earlier_equal
-    return Uint32(31) - Uint32(owner), need, slot
-
-
-@cute.jit
-def exchange_lows(
-    base: Uint32,
-    mine: Int32,
-    my_above: Int32,
-    thread: Int32,
-    rank: Int32,
-    active: Int32,
-    config: cutlass.Constexpr[SelectConfig],
-    stage: cutlass.Constexpr[int],
-) -> Any:
-    """Lane l holds this block's count of lower bits 31 - l. Returns (the row's count, that of the blocks before this
-    one, keys of the blocks before this one in higher bins)."""
-    total = mine
-    earlier = Int32(0)
-    earlier_above = Int32(0)
-    if active > Int32(1):
-        shared = SharedMap.of(config)
-        lane = thread & Int32(31)
-        warp = thread >> Int32(5)
-        behind = (Uint32(31) - Uint32(lane)) * Uint32(4)
-        lows = base + Uint32(shared.lows[stage])
-        arrival = base + Uint32(shared.arrivals + 24 * stage + 16)
-        if warp < Int32(config.cluster):
-            slot = lows + Uint32(rank) * Uint32(160)
-            if lane < Int32(8):
-                within = Uint32(lane) * Uint32(16)
-                four = ptx.load_shared_v4(base + Uint32(shared.low[stage]) + within)
-                exchange_cluster.send_v4(slot + within, *four, arrival, Uint32(warp))
-            if lane == Int32(0):
-                exchange_cluster.send(slot + Uint32(128), Uint32(my_above), arrival, Uint32(warp))
-        exchange_cluster.receive(arrival)
-        total = Int32(0)
-        for peer in cutlass.range_constexpr(config.cluster):
-            its = lows + Uint32(160 * peer)
-            count = Int32(ptx.load_shared(its + behind))
-            more = Int32(ptx.load_shared(its + Uint32(128)))
-            before = Int32(Int32(peer) < rank)
-            total = total + count
-            earlier = earlier + count * before
-            earlier_above = earlier_above + more * before
-    return total, earlier, earlier_above
+    return Uint32(31) - Uint32(owner), want - above - between
 
 
 @cute.jit

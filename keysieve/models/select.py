@@ -3,10 +3,12 @@
 What the kernel relies on, and what the property tests of this module hold to a stable sort:
 
 1. **Digits.** The K-th largest of a set of key16 values is found from a histogram of the upper 11 bits and one of the
-   lower 5 bits of the values in the bin that the first one points at (`Threshold`).
+   lower 5 bits of the values in the bin that the first one points at (`Threshold`). Where parts share a row, the
+   first digit is the octave (sign and exponent, 9 bits), and the second one the value in it.
 2. **Ties.** All values above the threshold are taken, and the first `need` values equal to it, in position order.
-3. **Parts.** A row may be cut into contiguous parts held by different blocks. Only histograms and counts travel between
-   blocks; a block's first output slot follows from the counts of the blocks before it.
+3. **Parts.** A row may be cut into contiguous parts held by different blocks. Only histograms travel between blocks; a
+   block's first output slot follows from the counts of the blocks before it. Counts are cut at 8,191, so that eight of
+   them fit 16 bits: the digit lies in a bin of as many keys or above it, and what is above the digit is not cut.
 4. **Two levels.** Cut the row into contiguous groups of at most 8 keys, and let a group's *top* be its largest key.
    The K best groups by (top descending, position ascending) hold the K best keys by (key descending, position
    ascending): a key outside of them has K groups before its own whose tops are larger, or as large and at a lower
@@ -17,6 +19,13 @@ What the kernel relies on, and what the property tests of this module hold to a 
    of keys above and equal to the threshold come from comparing numbers (`find_high_of_numbers`, `number_masks`).
 6. **Room.** Any larger set of groups serves as well if it contains those K. Where all groups whose tops share the K-th
    top's first digit, or exceed it, fit the room there is, they are taken and the second digit is not looked for.
+7. **Bound.** Among the keys of listed groups the threshold is no less than the K-th group's top, which K groups reach,
+   and mostly not much more. The 510 values from there on are counted one by one, and what lies beyond in one bin;
+   unless the threshold is in that one, this gives it at once (`find_near`).
+8. **Near the best.** Where few of a shared row's keys are wanted, the threshold mostly lies within some octaves below
+   the best ones: each part counts the same way from a floor of its own on (`floor_of`). What lies above the highest
+   floor all have counted.
+9. **Plateaus.** Where it does not lie there, it may be zero (`find_plateau`). If not, two digits are looked for.
 """
 
 from __future__ import annotations
@@ -33,6 +42,21 @@ Indices: TypeAlias = NDArray[np.int64]
 GROUP = 8
 NAN = 0x003F
 """key16 of every NaN."""
+
+ZERO = 0x8000
+"""key16 of zero."""
+
+OCTAVE_BITS = 9
+"""Bits of the first digit where parts share a row."""
+
+MOST = 8191
+"""No block says of a bin that it holds more."""
+
+NEAR = 512
+"""Bins of values that are counted one by one."""
+
+LONG = 48
+"""Keys for each wanted one from which on a shared row's threshold is expected near its best keys."""
 
 HIGH_BITS = 11
 TOP_BITS = 12
@@ -96,6 +120,65 @@ def number_order(bits: int = HIGH_BITS) -> Indices:
     return np.concatenate([np.arange(half)[::-1], np.arange(half, 2 * half)])
 
 
+def find_shared(parts: list[Keys], want: int) -> tuple[Threshold, list[int]]:
+    """Of parts that share a row, from what their blocks tell each other: (the threshold, where each part's first
+    selected key goes)."""
+    shift = 16 - OCTAVE_BITS
+    octaves = np.stack([np.bincount(part >> shift, minlength=1 << OCTAVE_BITS) for part in parts]).clip(max=MOST)
+    digit, above = _crossing(octaves.sum(axis=0), want)
+    inside = [part[part >> shift == digit] & ((1 << shift) - 1) for part in parts]
+    values = np.stack([np.bincount(part, minlength=1 << shift) for part in inside]).clip(max=MOST)
+    rest, between = _crossing(values.sum(axis=0), want - above)
+    threshold = Threshold(digit << shift | rest, want - above - between)
+    higher = octaves[:, digit + 1 :].sum(axis=1) + values[:, rest + 1 :].sum(axis=1)
+    return threshold, _first_slots(threshold.need, higher, values[:, rest])
+
+
+def find_near(parts: list[Keys], want: int, floors: list[int], bins: int = NEAR) -> tuple[Threshold, list[int]] | None:
+    """`find_shared` from one histogram of every part, value by value above a floor of its own, no negative number. None
+    if the threshold is not above the highest floor, or beyond the bins of a part that has keys there."""
+    floor = max(floors)
+    limit = bins - 1
+    counts = np.zeros((len(parts), bins), np.int64)
+    for index, (part, own) in enumerate(zip(parts, floors, strict=True)):
+        near = np.clip(part.astype(np.int64) - own, 0, bins - 1)
+        its = np.bincount(near, minlength=bins).clip(max=MOST)
+        if its[-1]:
+            limit = min(limit, bins - 1 - (floor - own))
+        counts[index, : max(0, bins - (floor - own))] = its[floor - own :]
+    if counts.sum() < want:
+        return None
+    digit, above = _crossing(counts.sum(axis=0), want)
+    if digit == 0 or digit >= limit:
+        return None
+    threshold = Threshold(floor + digit, want - above)
+    return threshold, _first_slots(threshold.need, counts[:, digit + 1 :].sum(axis=1), counts[:, digit])
+
+
+def floor_of(part: Keys, warps: int = 16, bins: int = NEAR) -> int:
+    """A floor for a part of which nothing is known: below the best key, but for those of one warp, by most of the bins.
+    The others are room for the best one itself."""
+    bests = sorted(max(int(run.max(initial=0)), ZERO) for run in np.array_split(part, warps))
+    return max(ZERO, ZERO + (bests[-2] - ZERO) // 4 * 4 - (bins - bins // 4))
+
+
+def find_plateau(parts: list[Keys], want: int, key: int = ZERO) -> tuple[Threshold, list[int]] | None:
+    """`find_shared` if the threshold is `key`."""
+    higher = np.array([int((part > key).sum()) for part in parts])
+    equal = np.array([int((part == key).sum()) for part in parts])
+    need = want - int(higher.sum())
+    if not 0 < need <= equal.sum():
+        return None
+    return Threshold(key, need), _first_slots(need, higher, equal)
+
+
+def _first_slots(need: int, higher: NDArray[np.int64], equal: NDArray[np.int64]) -> list[int]:
+    """Keys selected in the parts before each: all `higher` ones, and of the `equal` ones the first `need`."""
+    before = [np.concatenate([[0], np.cumsum(counts)[:-1]]) for counts in (higher, equal)]
+    slots: list[int] = (before[0] + np.minimum(before[1], need)).tolist()
+    return slots
+
+
 def find_high_of_numbers(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> tuple[int, int, int]:
     """`find_high` of keys that stay BF16 bits: the digit is that of their key16."""
     bins = 1 << bits
@@ -147,7 +230,11 @@ def take_with_room(part: Keys, want: int, room: int) -> Indices:
 
 def take(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> list[Indices]:
     """For every part, the indices it contributes to the `want` best of all, ascending. Parts are in position order."""
-    threshold = find_threshold(parts, want, bits)
+    return take_by(parts, find_threshold(parts, want, bits))
+
+
+def take_by(parts: list[Keys], threshold: Threshold) -> list[Indices]:
+    """`take`, from the threshold on."""
     taken: list[Indices] = []
     equal_before = 0
     for part in parts:
@@ -155,6 +242,21 @@ def take(parts: list[Keys], want: int, bits: int = HIGH_BITS) -> list[Indices]:
         equal = np.flatnonzero(part == threshold.key)
         equal_before += len(equal)
         taken.append(np.sort(np.concatenate([np.flatnonzero(part > threshold.key), equal[:quota]])))
+    return taken
+
+
+def take_keys(parts: list[Keys], want: int, bound: int = 0, bins: int = NEAR) -> list[Indices]:
+    """`take` of keys as the second stage does it; `want` of them reach `bound`, if that is known (not 0)."""
+    near = None
+    if bound > ZERO:
+        near = find_near(parts, want, [bound - 1] * len(parts), bins)
+    elif bound == 0 and len(parts) > 1 and sum(map(len, parts)) >= LONG * want:
+        near = find_near(parts, want, [floor_of(part, bins=bins) for part in parts], bins) or find_plateau(parts, want)
+    if near is None and len(parts) == 1:
+        return take(parts, want)
+    threshold, slots = near or find_shared(parts, want)
+    taken = take_by(parts, threshold)
+    assert slots == first_slots(taken)
     return taken
 
 
@@ -181,12 +283,12 @@ def select_direct(keys: Keys, want: int, parts: int = 1, head: int = 0) -> Indic
     """Selection among all keys of a row that is cut into `parts` at group borders."""
     total = -(-(len(keys) + head) // GROUP)
     runs = [slice(max(0, run.start * GROUP - head), max(0, run.stop * GROUP - head)) for run in split(total, parts)]
-    taken = take([keys[run] for run in runs], want)
+    taken = take_keys([keys[run] for run in runs], want)
     return np.concatenate([run.start + indices for run, indices in zip(runs, taken, strict=True)])
 
 
 def select_two_level(
-    keys: Keys, want: int, tops: Keys, parts: int = 1, head: int = 0, room: int | None = None
+    keys: Keys, want: int, tops: Keys, parts: int = 1, head: int = 0, room: int | None = None, bins: int = NEAR
 ) -> Indices:
     """Selection among the tops of a row's groups, then among the keys of the `want` groups found.
 
@@ -195,7 +297,13 @@ def select_two_level(
     single part can hold (at least `want`), if that may be used.
     """
     runs = split(len(tops), parts)
-    found = take([tops[run] for run in runs], want) if room is None else [take_with_room(tops, want, room)]
+    if room is not None:
+        found = [take_with_room(tops, want, room)]
+    elif parts == 1:
+        found = take([tops], want, TOP_BITS)
+    else:
+        found = take_by([tops[run] for run in runs], find_shared([tops[run] for run in runs], want)[0])
+    bound = min(int(top) for run, chosen in zip(runs, found, strict=True) for top in tops[run][chosen])
     groups = [run.start + indices for run, indices in zip(runs, found, strict=True)]
     assert room is not None or sum(map(len, groups)) == want
     positions = [(found[:, None] * GROUP + np.arange(GROUP) - head).reshape(-1) for found in groups]
@@ -204,12 +312,19 @@ def select_two_level(
         np.where(inner, keys[np.clip(place, 0, len(keys) - 1)], np.uint16(0)).astype(np.uint16)
         for place, inner in zip(positions, inside, strict=True)
     ]
-    taken = take(lists, want)
+    taken = take_keys(lists, want, bound, bins)
     return np.concatenate([place[indices] for place, indices in zip(positions, taken, strict=True)])
 
 
 def select_row(
-    keys: Keys, k: int, *, parts: int = 1, direct: int = 16384, tops: Keys | None = None, head: int = 0
+    keys: Keys,
+    k: int,
+    *,
+    parts: int = 1,
+    direct: int = 16384,
+    tops: Keys | None = None,
+    head: int = 0,
+    bins: int = NEAR,
 ) -> Indices:
     """Positions of the k best keys of a row, ascending: the kernel's choice of path included.
 
@@ -223,7 +338,7 @@ def select_row(
         return select_direct(keys, k, parts, head)
     tops = (tops_of(keys, head) if tops is None else tops)[:groups]
     room = max(k, direct // GROUP) if parts == 1 else None
-    return select_two_level(keys, k, tops, parts, head, room)
+    return select_two_level(keys, k, tops, parts, head, room, bins)
 
 
 def row_starts(lengths: NDArray[np.int64], next_n: int, topk: int) -> NDArray[np.int64]:

@@ -13,6 +13,8 @@ from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED, Kernel
 from keysieve.kernels.select_config import (
     CLUSTERS,
+    COPIES,
+    OCTAVE_BITS,
     SELECT,
     TOPK,
     TOPS,
@@ -42,10 +44,13 @@ def test_every_shared_memory_map_is_sound(kernel: Kernel) -> None:
         assert config.shared_bytes <= MAX_BLOCK_SHARED
         assert config.alignment % (4 << config.high_bits(0)) == 0, "bins are addressed by bin * 4 | base"
         assert places.high[0] % (4 << config.high_bits(0)) == places.high[1] % (4 << config.high_bits(1)) == 0
-        assert places.cleared == places.low[1] + 256
+        octaves = 4 << OCTAVE_BITS
+        assert places.high[1] % octaves == 0, "bins of octaves are addressed by bin * 4 | base as well"
+        assert config.cluster == 1 or (4 << config.high_bits(1)) >= COPIES * octaves
+        assert places.cleared == places.low[1] + places.low[1] - places.low[0]
         assert places.cleared % 16 == places.arrivals % 8 == places.scratch % 16 == places.edges % 16 == 0
         offsets = [
-            *places.high, *places.low, *places.chunks, *places.bins, *places.lows, *places.found, *places.sums,
+            *places.high, *places.low, *places.chunks, *places.octaves, *places.values, *places.found, *places.sums,
             places.arrivals, places.tiles, places.edges, places.landings, places.scratch, places.table, places.groups,
             places.picks, places.total,
         ]  # fmt: skip
@@ -101,14 +106,15 @@ def test_code(kernel: Kernel, config: SelectConfig, arch: str) -> None:
 
 @pytest.mark.parametrize("kernel", [SELECT, TOPK], ids=lambda kernel: kernel.name)
 def test_no_block_reads_from_another_one(kernel: Kernel) -> None:
-    """A block may end while others still run: whatever they want of it, it has sent. Each of the two stages sends three
-    times, waits after each time, and there is a barrier in memory for each, armed once with what will arrive."""
+    """A block may end while others still run: whatever they want of it, it has sent. Each of the two stages sends
+    twice, and the second one up to twice before, and waits after each time; there is a barrier in memory for each,
+    armed once with what will arrive."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed (extra: gpu)")
     config = SelectConfig(2048, 4, 512, maxima=kernel is SELECT)
     ptx = build(kernel, config, "sm_90a").ptx
     assert not re.search(r"ld\.shared::cluster|atom\.shared::cluster|red\.shared::cluster", ptx)
     armed = [int(n) for n in re.findall(r"expect_tx[^;]*, (\d+)", ptx)]
-    assert sorted(armed) == sorted(config.cluster * n for n in (128, 256, 132) * 2)
+    assert sorted(armed) == sorted(config.cluster * n for n in (1024, 256, 1024, 256, 1028, 4))
     marks = {r"st\.async": "send", r"mbarrier\.try_wait": "wait"}
     pattern = re.compile("|".join(f"(?P<{name}>{text})" for text, name in marks.items()))
     order = [match.lastgroup for match in pattern.finditer(ptx)]

@@ -22,7 +22,8 @@ def rows(draw: st.DrawFn) -> np.ndarray:
     length = draw(st.integers(1, 700))
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
-    kind = draw(st.sampled_from(["spread", "bucket", "few", "plateau", "equal", "high", "specials"]))
+    kinds = ["spread", "bucket", "few", "plateau", "equal", "high", "specials", "near", "far", "octaves"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "spread":
         keys = rng.integers(0x3F, 0x10000, length)
     elif kind == "bucket":
@@ -33,6 +34,13 @@ def rows(draw: st.DrawFn) -> np.ndarray:
         keys = np.where(rng.random(length) < 0.05, rng.integers(0x8001, 0xFF80, length), 0x8000)
     elif kind == "equal":
         keys = np.full(length, draw(st.sampled_from([0x3F, 0x7F, 0x8000, 0xFF80])))
+    elif kind == "near":  # within a few values about zero, about an octave's border
+        keys = draw(st.sampled_from([0x3F, 0x7FF0, 0x8001, 0xBF70])) + rng.integers(0, 100, length)
+    elif kind == "far":  # a few far above all others
+        others = rng.integers(0x7F00, 0x8200, length)
+        keys = np.where(rng.random(length) < 0.02, 0xFE00 + rng.integers(0, 9, length), others)
+    elif kind == "octaves":  # both signs, every octave
+        keys = np.clip(0x8000 + 128 * rng.integers(-250, 250, length) + rng.integers(-3, 4, length), 0x3F, 0xFF80)
     elif kind == "high":
         keys = (rng.integers(1, 2048, length) << 5) | 0x1F
     else:
@@ -47,9 +55,10 @@ def rows(draw: st.DrawFn) -> np.ndarray:
     parts=st.integers(1, 8),
     direct=st.sampled_from([8, 64, 16384]),
     head=st.integers(0, 7),
+    bins=st.sampled_from([3, 16, 512]),
 )
-def test_select_row_is_the_stable_sort(keys: np.ndarray, k: int, parts: int, direct: int, head: int) -> None:
-    got = model.select_row(keys, k, parts=parts, direct=direct, head=head)
+def test_select_row_is_the_stable_sort(keys: np.ndarray, k: int, parts: int, direct: int, head: int, bins: int) -> None:
+    got = model.select_row(keys, k, parts=parts, direct=direct, head=head, bins=bins)
     assert got.tolist() == oracle(keys, k).tolist()
 
 
@@ -72,6 +81,61 @@ def test_more_groups_than_k_serve_as_well(keys: np.ndarray, head: int, data: st.
     assert k <= len(taken) <= room
     assert set(model.take([tops], k)[0].tolist()) <= set(taken.tolist())
     assert model.select_two_level(keys, k, tops, 1, head, room).tolist() == oracle(keys, k).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(keys=rows(), parts=st.integers(1, 8), data=st.data())
+def test_what_blocks_tell_each_other_gives_the_threshold(keys: np.ndarray, parts: int, data: st.DataObject) -> None:
+    cut = [keys[run] for run in model.split(len(keys), parts)]
+    want = data.draw(st.integers(1, len(keys)))
+    wanted = model.find_threshold(cut, want)
+    slots = model.first_slots(model.take(cut, want))
+    assert model.find_shared(cut, want) == (wanted, slots)
+    for bound in {wanted.key, max(1, wanted.key - 3), data.draw(st.integers(1, wanted.key))}:
+        bins = data.draw(st.sampled_from([3, 16, 512]))
+        near = model.find_near(cut, want, [bound - 1] * parts, bins)
+        assert near == ((wanted, slots) if wanted.key - bound < bins - 2 else None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(keys=rows(), parts=st.integers(2, 8), bins=st.sampled_from([8, 64, 512]), data=st.data())
+def test_floors_give_the_threshold_or_nothing(keys: np.ndarray, parts: int, bins: int, data: st.DataObject) -> None:
+    cut = [keys[run] for run in model.split(len(keys), parts)]
+    want = data.draw(st.integers(1, len(keys)))
+    wanted = model.find_threshold(cut, want), model.first_slots(model.take(cut, want))
+    floors = [model.floor_of(part, bins=bins) for part in cut]
+    assert model.find_near(cut, want, floors, bins) in (wanted, None)
+    near = wanted[0].key - max(floors)
+    beyond = [own for part, own in zip(cut, floors, strict=True) if (part >= own + bins - 1).any()]
+    assert model.find_plateau(cut, want, wanted[0].key) == wanted
+    assert model.find_plateau(cut, want) == (wanted if wanted[0].key == model.ZERO else None)
+    if 0 < near < bins - 1 - max(floors) + min([max(floors), *beyond]):
+        assert model.find_near(cut, want, floors, bins) == wanted
+
+
+def test_long_rows_are_mostly_settled_by_floors() -> None:
+    """And neither one key far above the others nor winners side by side change that."""
+    normal = np.random.default_rng(2).standard_normal(60_000).astype(np.float32)
+    outlier, clustered = normal.copy(), normal * np.float32(0.01)
+    outlier[7] = 1e30
+    clustered[50_000:50_900] += 100
+    for row in (normal, outlier, clustered):
+        keys = model.key16_of_bits((row.view(np.uint32) >> 16).astype(np.uint16))
+        cut = [keys[run] for run in model.split(len(keys), 8)]
+        found = model.find_near(cut, 800, [model.floor_of(part) for part in cut])
+        assert found == (model.find_threshold(cut, 800), model.first_slots(model.take(cut, 800)))
+
+
+@pytest.mark.parametrize("plateau", [0x8000, 0xC000])
+def test_bins_of_more_keys_than_are_told(plateau: int) -> None:
+    """A count that is cut is the digit's, or lies below it: nothing else depends on it."""
+    keys = np.full(60_000, plateau, np.uint16)
+    keys[[5, 31_000, 59_999]] = plateau + 200
+    for want in (2, 3, 4, 4096):
+        cut = [keys[run] for run in model.split(len(keys), 2)]
+        wanted, slots = model.find_threshold(cut, want), model.first_slots(model.take(cut, want))
+        assert model.find_shared(cut, want) == (wanted, slots)
+        assert plateau == 0x8000 or model.find_near(cut, want, [plateau - 1] * 2) == (wanted, slots)
 
 
 def test_ties_inside_a_group_and_across_groups() -> None:
