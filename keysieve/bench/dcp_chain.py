@@ -55,9 +55,9 @@ class Chain:
         config = self.backend.score_config(spec, 1, layout, "float32")
         self.launch, self.config = self.backend.launcher(device, self.backend.scorer(spec)[0], config), config
         elements = rows * pitch_of(local)
-        memory = torch.empty(elements + elements // GROUP, dtype=torch.bfloat16, device=device)
-        self.logits = memory[:elements].view(rows, -1)
-        self.tops = memory[elements:].view(torch.int16) if layout == PITCHED_TOPS else None
+        results = torch.empty(elements + elements // GROUP, dtype=torch.bfloat16, device=device)
+        self.logits = results[:elements].view(rows, -1)
+        self.tops = results[elements:].view(torch.int16) if layout == PITCHED_TOPS else None
         self.maxima: dict[str, torch.Tensor] = {} if self.tops is None else {"tops": self.tops}
         self.merger = Merger(
             make,

@@ -120,10 +120,12 @@ class Model:
 
 
 def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
-    """From the records of `dcp` and `dcp-virtual`; the newest line of a case counts. left_out: a W not to fit to."""
+    """From the records of `dcp` and `dcp-virtual`; the newest line of a case counts, and over NVLink those of the
+    commit that chains were measured of. left_out: a W not to fit to."""
     by_itself: dict[tuple[int, int], float] = {}
     spread: dict[tuple[int, int], float] = {}
     measured: dict[tuple[int, int], float] = {}
+    commits = {line.get("commit") for line in records if line.get("kind") == CHAIN}
     for line in records:
         key = (line["world"], line["requests"])
         if line.get("topn") != default_topn(TOPK, line["world"]):
@@ -133,10 +135,10 @@ def model(records: list[dict[str, Any]], left_out: int | None = None) -> Model:
             by_itself[key] = line["us"]
         elif what == ("merge", "two devices", None) and line["world"] != left_out:
             spread[key] = line["us"]
-        elif what == ("exchange", "nvlink", None):
+        elif what == ("exchange", "nvlink", None) and line.get("commit") in commits:  # other code, other chains
             measured[key] = line["us"]
-    if not by_itself or not measured:
-        lacking = "chain" if not by_itself else "NVLink"
+    if not by_itself or not spread:
+        lacking = "chain" if not by_itself else "spread"
         remedy = (
             "Measure with `keysieve bench dcp` on two GPUs and `keysieve bench dcp-virtual --only chain,steps,spread`."
         )

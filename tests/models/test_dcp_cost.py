@@ -89,3 +89,13 @@ def test_records_without_a_rank_alone_are_refused() -> None:
     lines = [line for line in records(0.0) if line.get("kind") != cost.CHAIN]
     with pytest.raises(KeysieveError, match="no lines of chain"):
         cost.model(lines)
+
+
+def test_times_over_links_of_other_code_are_left_out() -> None:
+    lines = records(0.0)
+    others = [{**line, "us": 99.0, "commit": "older"} for line in lines if line["op"] == "exchange"]
+    found = cost.model([*lines, *others])
+    assert found.link.values == pytest.approx(LINK)
+    alone = cost.model([line for line in lines if line["op"] != "exchange"])
+    assert alone.link.values == pytest.approx(LINK)
+    assert alone.measured == {}
