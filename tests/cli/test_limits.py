@@ -33,7 +33,11 @@ def record(**changes: Any) -> timing.Record:
         "device": "",
         "arch": "sm_90a",
         "heads": 32,
-        "extra": {"must_reach_us": None, "parts_alone_us": {"score": 4.0, "select": 5.0, "select_in_l2": 4.5}, "host_us": 7.0},
+        "extra": {
+            "must_reach_us": None,
+            "parts_alone_us": {"score": 4.0, "select": 5.0, "select_in_l2": 4.5},
+            "host_us": 7.0,
+        },
     }
     return timing.Record(**given | changes)
 
