@@ -120,7 +120,8 @@ class Launches:
 
 
 GRAPHS_ENV = "KEYSIEVE_STEP_GRAPHS"
-"""Environment variable: 0 has repeated eager steps launch their kernels one by one, as a first step does."""
+"""Environment variable: 1, when the package is imported, makes repeated eager steps one graph. Read ``docs/step.md``
+first: such steps gave wrong rows on a crowded device."""
 
 
 def _graphs_wanted() -> bool:

@@ -4,9 +4,9 @@
 
 First the gate: a repeated call's bytes equal those of a first call. Then the medians of rounds in which each call has
 its turn, the launch queue drained in between: the step with the caller's buffers, with new ones, and with every check
-made; the two launches alone, prepared and by the kernels' host functions; the step with its launches replaced by
-nothing; and torch's own operators beside them. A shared machine changes its speed within seconds: compare lines of one
-run only, and between runs their ratio to ``zero_``, which each record carries.
+made; the two launches alone, as the step makes them and by the kernels' host functions; the step with its launches
+replaced by nothing; and torch's own operators beside them. A shared machine changes its speed within seconds: compare
+lines of one run only, and between runs their ratio to ``zero_``, which each record carries.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Parts:
             "step, every check made": self.step_checked,
             "step, launched by host functions": lambda: replaced("host"),
             "step, launches replaced by nothing": lambda: replaced("quiet"),
-            "both launches, prepared": lambda: prepared(*addresses),
+            "both launches, as the step makes them": lambda: prepared(*addresses),
             "both launches, bare": lambda: by_host(*addresses),
             "score launch, bare": lambda: first(*addresses),
             "select launch, bare": lambda: second(*addresses),

@@ -154,3 +154,13 @@ def test_early_release_keeps_its_kernels_apart(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(3):
             call(indexer, FORMS["usual"])
     assert seen == [True, False]
+
+
+def test_nothing_is_prepared_unless_it_is_asked_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repeats.PREPARED_AFTER == 0
+    monkeypatch.setattr(Launches, "prepared", lambda *_: pytest.fail("prepared"))
+    indexer = build()
+    for form in FORMS.values():
+        for _ in range(9):
+            call(indexer, form)
+    assert len(device.launched) == 2 * 9 * len(FORMS)
