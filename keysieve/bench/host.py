@@ -82,7 +82,7 @@ class Parts:
         return result
 
     def gate(self) -> None:
-        """Raise unless checked, repeated and prepared calls give the same bytes; afterwards all forms are prepared."""
+        """Raise unless checked, repeated and prepared calls (where asked for) give the same bytes."""
         first = self.step_checked().rows.clone()
         for call in (self.step, self.step_other_buffers, self.step_new_buffers):
             for _ in range(PREPARED_AFTER + 2):
