@@ -71,7 +71,11 @@ class LocalTopk:
         if config is not None and not config.longer:
             self._keys = config.keys
         self._configs: dict[Form, LocalTopkConfig] = {}
-        for rows in range(1, sms + 2 if push and keys and sms and not self._measured else 2):
+        # The form changes no more from there on: blocks cannot be alone, and the maxima of more keys find no room.
+        last = sms + 1 if push and keys and sms and not self._measured else 1
+        if last > 1 and self._given:
+            last = max(last, KEPT_KEYS // keys + 1)
+        for rows in range(1, last + 1):
             shape, maxima = form = self._form(rows)
             if form not in self._configs:
                 self._configs[form] = config or config_for(n, planes, push, shape, maxima)

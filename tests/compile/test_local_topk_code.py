@@ -111,6 +111,16 @@ def test_maxima_are_taken_where_rows_are_long_and_blocks_alone() -> None:
     assert not made(1216, 65_536, given=False).takes_maxima(30)
 
 
+@pytest.mark.parametrize("sms", [16, 60, 78, 132])
+@pytest.mark.parametrize("n", [352, 1216])
+def test_every_number_of_rows_has_a_configuration(sms: int, n: int) -> None:
+    """On small GPUs and parts of one as well: maxima may be taken for more rows than there are multiprocessors."""
+    for keys in (4_096, 32_776, 49_152, 65_536, 131_072, 1 << 19):
+        use = LocalTopk(Recorder().make, n=n, planes=2, push=True, keys=keys, sms=sms, given=True)
+        for rows in (*range(1, 300), 1_000, 100_000):
+            assert use.serves(rows).given == use.takes_maxima(rows)
+
+
 def test_rows_off_16_bytes_are_copied_first() -> None:
     seen = Recorder()
     use = LocalTopk(seen.make, n=4096, planes=1, push=False)
