@@ -105,7 +105,7 @@ class Launches:
 
         addresses: of a call. aligned: what each of them is a multiple of. index: the current device's.
         """
-        found = driver() if self._in_graph and _graphs_wanted() else None
+        found = driver() if self._in_graph and _graphs_possible() else None
         if found is None:
             self.unprepared = "not wanted, or no driver that can"
             return None
@@ -124,9 +124,9 @@ GRAPHS_ENV = "KEYSIEVE_STEP_GRAPHS"
 first: such steps gave wrong rows on a crowded device."""
 
 
-def _graphs_wanted() -> bool:
+def _graphs_possible() -> bool:
     """Not where every kernel is to be waited for (to find one that fails): nobody waits for those of a graph."""
-    return os.environ.get(GRAPHS_ENV) != "0" and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 
 
 _capturing: Callable[[], bool] = getattr(

@@ -280,14 +280,30 @@ class Select:
                 places.write_one(base, slot + index, position, table_row, first_block, where, target, policy, config)
             steps.mark(base, thread, 11, config)
             if cutlass.const_expr(config.maxima):
-                blocks, _, _ = cute.arch.grid_dim()
-                many = blocks * (length >> Int32(7)) > Int32(DROP_ROWS * config.cluster)  # were all rows as long
-                if release & Int32(2) != Int32(0) and many:  # all of the block's loads came before its last barrier
-                    last = first + part
-                    if last > groups:
-                        last = groups
-                    places.drop_lines(address, Int64(first) * Int64(16), Int64(last) * Int64(16), thread, config)
-                    places.drop_lines(tops, Int64(first) * Int64(2), Int64(last) * Int64(2), thread, config)
+                self.drop_row(address, tops, length, first, part, groups, thread, release)
+
+    @cute.jit
+    def drop_row(
+        self,
+        address: Int64,
+        tops: Int64,
+        length: Int32,
+        first: Int32,
+        part: Int32,
+        groups: Int32,
+        thread: Int32,
+        release: Int32,
+    ) -> None:
+        """Results that nothing reads any more leave L2 unwritten, if that was asked for and there are many of them."""
+        config = self.config
+        blocks, _, _ = cute.arch.grid_dim()
+        many = blocks * (length >> Int32(7)) > Int32(DROP_ROWS * config.cluster)  # were all rows as long
+        if release & Int32(2) != Int32(0) and many:  # all of the block's loads came before its last barrier
+            last = first + part
+            if last > groups:
+                last = groups
+            places.drop_lines(address, Int64(first) * Int64(16), Int64(last) * Int64(16), thread, config)
+            places.drop_lines(tops, Int64(first) * Int64(2), Int64(last) * Int64(2), thread, config)
 
 
 def _build(config: SelectConfig) -> tuple[Any, tuple[Any, ...]]:

@@ -293,9 +293,8 @@ def test_without_a_driver_or_a_stream_nothing_is_prepared(monkeypatch: pytest.Mo
     monkeypatch.setattr(relaunch, "_capture_streams", {0: 5})
     assert launches.prepared((16,), (16,), 0) is None  # nothing was captured
     assert "not wanted" not in launches.unprepared
-    for name, value in ((relaunch.GRAPHS_ENV, "0"), ("CUDA_LAUNCH_BLOCKING", "1")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert launches.prepared((16,), (16,), 0) is None
-            assert "not wanted" in launches.unprepared
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        assert launches.prepared((16,), (16,), 0) is None
+        assert "not wanted" in launches.unprepared
     assert Launches([(target, (Address(3, "query"), 8))], ("query",), in_graph=False).prepared((16,), (16,), 0) is None
