@@ -11,6 +11,7 @@ from keysieve.kernels.base import MAX_BLOCK_SHARED
 from keysieve.kernels.sm90_score_config import (
     KERNEL,
     PART,
+    PITCHED_TOPS,
     REGISTER_FILE,
     SET,
     WARPGROUP,
@@ -29,6 +30,8 @@ SOME = [
     ScoreConfig("fp8_fp32", 64, 2, "compact", "bfloat16"),
     ScoreConfig("fp8_ue8m0", 32, 8, "compact", "float32"),
     ScoreConfig("fp8_fp32", 64, 8, "pitched", "float32"),
+    ScoreConfig("fp8_fp32", 32, 1, PITCHED_TOPS, "float32"),
+    ScoreConfig("fp8_ue8m0", 64, 4, PITCHED_TOPS, "bfloat16"),
 ]
 
 
