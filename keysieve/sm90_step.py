@@ -108,7 +108,7 @@ class StreamWorkspace:
         if captured and before == NO_STREAM:
             before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
         if before not in (stream, NO_STREAM):
-            other = torch.cuda.ExternalStream(before, device=self._device)  # type: ignore[no-untyped-call]  # torch's
+            other = stream_of(before, self._device)
             if not captured or (before != LEGACY_STREAM and _in_capture(other)):
                 torch.cuda.current_stream(self._device).wait_stream(other)
         if captured:
@@ -281,6 +281,14 @@ class Sm90Relaunch:
             if self._take_lengths is not None:
                 self._take_lengths(seq_lens)
             self._launches(*addresses, stream)
+
+
+def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream with this handle. ExternalStream is not for 0: asked for that it takes a stream of torch's pool."""
+    if handle == LEGACY_STREAM:
+        return torch.cuda.default_stream(device)
+    made: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]  # torch's
+    return made
 
 
 def _in_capture(stream: torch.cuda.Stream) -> bool:

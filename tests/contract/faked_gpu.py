@@ -16,6 +16,7 @@ import keysieve as ks
 from keysieve import IndexerSpec, gpu, indexer, sm90, sm90_step
 
 CPU = torch.device("cpu")
+POOL_STREAM = 1000
 SPEC = IndexerSpec(heads=8, topk=16)
 
 
@@ -41,7 +42,9 @@ class Device:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: self.stream, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: self.index, raising=False)
         patch.setattr(torch.cuda, "device", lambda index: Entered(self, index))
-        patch.setattr(torch.cuda, "ExternalStream", lambda handle, **_: handle)
+        # As torch does: a zero is no handle there, but asks for a stream of its pool.
+        patch.setattr(torch.cuda, "ExternalStream", lambda handle, **_: handle or POOL_STREAM)
+        patch.setattr(torch.cuda, "default_stream", lambda _device: 0)
         patch.setattr(torch.cuda, "current_stream", lambda _device: Stream(self))
         patch.setattr(torch.cuda, "stream", lambda handle: Current(self, handle))
         return backend

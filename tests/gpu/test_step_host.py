@@ -58,6 +58,31 @@ def test_eager_steps_on_two_streams_take_turns(device: torch.device, case: torch
     indexer.check()
 
 
+@cases(True, False)
+def test_a_step_waits_for_that_of_the_default_stream(device: torch.device, case: bool) -> None:
+    """The default stream is behind when a step comes on another, or the other way round: the later step ends later."""
+    x = Inputs(device, CASE, seed=5)
+    indexer = built(x, device)
+    default, side = torch.cuda.default_stream(device), torch.cuda.Stream(device)
+    first, second = (default, side) if case else (side, default)
+    outs = [poison((x.rows, x.spec.topk), torch.int32, device) for _ in range(2)]
+    torch.cuda._sleep(1)  # what is loaded when it is first launched may wait for the device: loaded now
+    want = indexer(*x.arguments()).rows
+    for _ in range(2):  # on the checked path, then as a known form
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(60_000_000)
+            indexer(*x.arguments(), out=outs[0])
+            before = first.record_event()
+        with torch.cuda.stream(second):
+            indexer(*x.arguments(), out=outs[1])
+            after = second.record_event()
+        assert not before.query(), "the host was not ahead: nothing is shown"
+        after.synchronize()
+        assert before.query(), "the second step did not wait for the first"
+    assert all(torch.equal(out, want) for out in outs)
+
+
 def test_two_graphs_of_other_sizes_and_eager_steps_between(device: torch.device) -> None:
     """One indexer, two captured batch sizes and eager steps in between, one after another on one stream."""
     x = Inputs(device, CASE, seed=5)
