@@ -138,15 +138,16 @@ class Driver:
         with self._anything_allowed():
             self._do("cuStreamBeginCapture_v2", VOID(stream), RELAXED)
             try:
-                launch(stream)
-            finally:
-                code = self._call["cuStreamEndCapture"](VOID(stream), ctypes.byref(graph))
-            if code or not graph.value:
-                raise DriverError(f"cuStreamEndCapture failed with {code}")
-            try:
+                try:
+                    launch(stream)
+                finally:
+                    code = self._call["cuStreamEndCapture"](VOID(stream), ctypes.byref(graph))
+                if code or not graph.value:
+                    raise DriverError(f"cuStreamEndCapture failed with {code}")
                 handles, nodes = self._nodes(graph)
             except BaseException:
-                self.forget(graph.value, 0)
+                if graph.value:
+                    self.forget(graph.value, 0)
                 raise
         return Captured(graph.value, handles, nodes)
 

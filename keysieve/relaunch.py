@@ -9,12 +9,14 @@ integers become a :func:`launch_list`. What an argument means stays written in o
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
+from keysieve.checks import warn_caller
 from keysieve.driver import Driver, DriverError, driver
 from keysieve.prepared import prepare
 
@@ -88,14 +90,15 @@ class Launches:
     Attributes:
         function: what a call does, for those who call it in every step.
         unprepared: why :meth:`prepared` answered None, if it did.
+        failed: whether that was for something that was not to be expected.
     """
 
-    __slots__ = ("_calls", "_in_graph", "_names", "function", "unprepared")
+    __slots__ = ("_calls", "_in_graph", "_names", "failed", "function", "unprepared")
 
     def __init__(self, calls: Calls, names: Sequence[str], *, in_graph: bool = True) -> None:
         self._calls, self._names, self._in_graph = list(calls), tuple(names), in_graph
         self.function = launch_list(calls, names)
-        self.unprepared = ""
+        self.unprepared, self.failed = "", False
 
     def __call__(self, *args: int) -> None:
         self.function(*args)
@@ -112,11 +115,18 @@ class Launches:
         single = [launch_list([call], self._names) for call in self._calls]
         names, given = self._names, tuple(addresses)
         try:
-            stream = _capture_stream(found, index)
-            return prepare(found, single, self.function, names, given, aligned, stream, _capturing)
+            with _preparing:
+                stream = _capture_stream(found, index)
+                return prepare(found, single, self.function, names, given, aligned, stream, _capturing)
         except (DriverError, LaunchError) as error:
-            self.unprepared = str(error)
+            self.unprepared, self.failed = str(error), True
             return None  # launched as before
+
+    def tell(self) -> None:
+        """Warn of a preparation that failed: steps are right without it, and take the host twice the time."""
+        if self.failed:
+            text = f"this form of step is launched kernel by kernel, as no graph could be made of it: {self.unprepared}"
+            warn_caller(f"keysieve: {text} ({GRAPHS_ENV}=0 does not try)", RuntimeWarning)
 
 
 GRAPHS_ENV = "KEYSIEVE_STEP_GRAPHS"
@@ -132,6 +142,9 @@ def _graphs_possible() -> bool:
 _capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
+
+_preparing = threading.Lock()
+"""One preparation at a time: indexers of several threads share the stream."""
 
 _capture_streams: dict[int, int] = {}
 """Device -> a stream that launches are captured on to be prepared, and nothing runs on."""

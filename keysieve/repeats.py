@@ -291,6 +291,7 @@ class _Warming:
             aligned = tuple(form.relaunch.alignment if name in ("query", "cache") else 2 for name in ADDRESSES)
             made = self._launches.prepared(args[: len(ADDRESSES)], aligned, form.relaunch.index)
             form.launch_by(self._launches.function if made is None else made)
+            self._launches.tell()
 
 
 def known_call(

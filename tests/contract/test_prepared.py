@@ -6,13 +6,15 @@ import ctypes
 import gc
 import itertools
 import struct
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from keysieve import relaunch
-from keysieve.driver import Captured, DriverError, Node, NodeParams
+from keysieve.driver import Captured, Driver, DriverError, Node, NodeParams
 from keysieve.prepared import noise, places, prepare, samples
 from keysieve.relaunch import Address, Launches
 
@@ -290,6 +292,7 @@ def test_without_a_driver_or_a_stream_nothing_is_prepared(monkeypatch: pytest.Mo
     monkeypatch.setattr(relaunch, "_capture_streams", {})
     assert launches.prepared((16,), (16,), 0) is None  # no stream can be had
     assert "no stream" in launches.unprepared
+    assert launches.failed
     monkeypatch.setattr(relaunch, "_capture_streams", {0: 5})
     assert launches.prepared((16,), (16,), 0) is None  # nothing was captured
     assert "not wanted" not in launches.unprepared
@@ -298,3 +301,56 @@ def test_without_a_driver_or_a_stream_nothing_is_prepared(monkeypatch: pytest.Mo
         assert launches.prepared((16,), (16,), 0) is None
         assert "not wanted" in launches.unprepared
     assert Launches([(target, (Address(3, "query"), 8))], ("query",), in_graph=False).prepared((16,), (16,), 0) is None
+
+
+class Library:
+    """In place of the driver's library: every function succeeds; a capture's graph is 77."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.called.append(name)
+            if name == "cuStreamEndCapture":
+                args[1]._obj.value = 77
+            if name == "cuGraphDestroy":
+                assert args[0].value == 77
+            return 0
+
+        return function
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, DriverError])
+def test_a_capture_that_fails_leaves_no_graph(fault: type[Exception]) -> None:
+    """Whether a launch raises in it, or what was captured is no row of kernels (here: no kernel at all)."""
+    library = Library()
+
+    def launch(_: int) -> None:
+        if fault is RuntimeError:
+            raise fault("no such kernel image")
+
+    with pytest.raises(fault):
+        Driver(library).captured(launch, 5)
+    assert library.called.count("cuStreamEndCapture") == 1
+    assert library.called.count("cuGraphDestroy") == 1
+
+
+def test_threads_prepare_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They capture on one stream of the device."""
+    inside, most = [0], [0]
+
+    def prepare(*_: object) -> Callable[..., None]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return lambda *_: None
+
+    monkeypatch.setattr(relaunch, "driver", lambda: Fake())
+    monkeypatch.setattr(relaunch, "prepare", prepare)
+    monkeypatch.setattr(relaunch, "_capture_streams", {0: 5})
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: Launches([], ("query",)).prepared((16,), (16,), 0), range(8)))
+    assert all(made)
+    assert most == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from faked_gpu import Device, arguments, build, call, moved
 
 import keysieve as ks
-from keysieve import repeats
+from keysieve import relaunch, repeats
+from keysieve.driver import DriverError
 from keysieve.relaunch import Launches
 from keysieve.repeats import ADDRESSES
 
@@ -88,6 +90,29 @@ def test_where_nothing_can_be_prepared_it_goes_on_as_before(device: Device, prep
         call(indexer, given)
     assert len(preparing.asked) == 1
     assert len(device.launched) == 18
+
+
+class NoStream:
+    """A driver that cannot make a stream."""
+
+    def new_stream(self) -> int:
+        raise DriverError("cuStreamCreate failed with 2")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_preparation_that_fails_is_told_once(device: Device, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    """At the caller's line; not where no graph was to be expected. Steps go on."""
+    monkeypatch.setattr(repeats, "PREPARED_AFTER", 2)
+    monkeypatch.setattr(relaunch, "driver", NoStream)
+    monkeypatch.setattr(relaunch, "_capture_streams", {})
+    indexer = build(early_release=early)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            call(indexer, FORMS["usual"])
+    assert [w.category for w in told] == [RuntimeWarning] * (not early)
+    assert all("cuStreamCreate failed with 2" in str(w.message) and "faked_gpu" in w.filename for w in told)
+    assert len(device.launched) == 12
 
 
 @pytest.mark.usefixtures("device")
