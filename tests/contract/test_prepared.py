@@ -271,16 +271,19 @@ def test_places_tell_equal_addresses_apart_and_pass_over_noise() -> None:
         places(fake, before, after, frozenset(), old, new)
 
 
+class Target:
+    """A kernel that writes down its arguments."""
+
+    label = "a kernel"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def function(self, *args: int) -> None:
+        self.calls.append(args)
+
+
 def test_without_a_driver_or_a_stream_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Target:
-        label = "a kernel"
-
-        def __init__(self) -> None:
-            self.calls: list[tuple[int, ...]] = []
-
-        def function(self, *args: int) -> None:
-            self.calls.append(args)
-
     target = Target()
     launches = Launches([(target, (Address(3, "query"), 8))], ("query",))
     monkeypatch.setattr(relaunch, "driver", lambda: None)
@@ -351,6 +354,7 @@ def test_threads_prepare_one_after_another(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(relaunch, "prepare", prepare)
     monkeypatch.setattr(relaunch, "_capture_streams", {0: 5})
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: Launches([], ("query",)).prepared((16,), (16,), 0), range(8)))
+        each = [Launches([(Target(), (Address(3, "query"), 8))], ("query",)) for _ in range(8)]
+        made = list(pool.map(lambda launches: launches.prepared((16,), (16,), 0), each))
     assert all(made)
     assert most == [1]
