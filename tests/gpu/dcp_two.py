@@ -26,7 +26,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from dcp_adverse import Holder, adverse  # noqa: E402
 from dcp_loops import Loop, Produced, Traffic, build, together  # noqa: E402
 from dcp_ranks import Geometry, hold_one, raised  # noqa: E402
-from dcp_two_failing import FAILING  # noqa: E402
+from dcp_two_failing import FAILING, NAMES  # noqa: E402
 
 import keysieve as ks  # noqa: E402
 
@@ -179,7 +179,7 @@ def full(rank: int, held: int = 0) -> None:
 
 def held(rank: int) -> None:
     """The same while a foreign kernel has half the multiprocessors of one rank, of the other, in turn."""
-    full(rank, torch.cuda.get_device_properties(rank).multi_processor_count // 2)
+    full(rank, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2)
 
 
 def scrambled(rank: int) -> None:
@@ -327,7 +327,7 @@ def _run(rank: int, tasks: list[str], port: int) -> None:
     tasks = [task for task in tasks if task in TASKS]
     torch.cuda.set_device(0 if "alone" in tasks else rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    failing = {f.__name__ for f in FAILING}  # they need no collective of devices, and NCCL takes seconds to start
+    failing = {*NAMES}  # they need no collective of devices, and NCCL takes seconds to start
     dist.init_process_group("gloo" if failing & {*tasks} else "cpu:gloo,cuda:nccl", rank=rank, world_size=2)
     for task in tasks:
         began = time.monotonic()

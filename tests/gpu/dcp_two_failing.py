@@ -95,3 +95,4 @@ def descending(rank: int) -> None:
 
 
 FAILING = (killed, killed_late, skipped, disagreed, descending)
+NAMES = tuple(task.__name__ for task in FAILING)

@@ -105,7 +105,10 @@ def test_replays_with_a_delayed_rank_over_two_devices(device: torch.device, case
     replayed(case[0], 2, case[1])
 
 
-@cases("4 cases replays groups", "8 cases", "4 killed", "8 killed")
+@cases(
+    *("4 cases replays groups", "8 cases", "4 killed", "8 killed", "2 late drafts alternate captured full"),
+    *("2 held", "2 scrambled", "2 killed_late", "2 skipped", "2 disagreed", "2 descending"),
+)
 def test_a_process_for_each_rank(device: torch.device, case: str) -> None:
     del device
     command = [sys.executable, str(Path(__file__).with_name("dcp_many.py")), *case.split()]
