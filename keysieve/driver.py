@@ -1,7 +1,6 @@
 """The CUDA driver through ctypes: what launches are made of, read back from a capture, and a graph of them.
 
-Nothing here is loaded before a form is prepared, which is off unless asked for. A driver that lacks one of the
-functions is no driver (None).
+Nothing here is loaded before a form is prepared. A driver that lacks one of the functions is no driver (None).
 """
 
 from __future__ import annotations

@@ -130,8 +130,7 @@ class Launches:
 
 
 GRAPHS_ENV = "KEYSIEVE_STEP_GRAPHS"
-"""Environment variable: 1, when the package is imported, makes repeated eager steps one graph. Read ``docs/step.md``
-first: such steps gave wrong rows on a crowded device."""
+"""Environment variable: 0, when the package is imported, has repeated eager steps launched kernel by kernel."""
 
 
 def _graphs_possible() -> bool:

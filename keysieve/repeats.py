@@ -28,12 +28,13 @@ MOST_FORMS = 8
 """Forms an indexer remembers; a step of another form takes the checked path, and the oldest form is forgotten."""
 
 
-PREPARED_AFTER = 4 if os.environ.get(GRAPHS_ENV) == "1" else 0
-"""Repeats of a form after which its launches are prepared for the driver; 0: never, the default.
+def prepared_after(asked: str | None) -> int:
+    """Repeats of a form after which its launches are prepared for the driver, where the environment says ``asked``; 0
+    for never."""
+    return 0 if asked == "0" else 4
 
-Not on by itself: on a device that many processes shared, where the host was far ahead, ten thousand steps with
-addresses that changed gave wrong rows, twice; alone on it they were right. The cause was not found.
-"""
+
+PREPARED_AFTER = prepared_after(os.environ.get(GRAPHS_ENV))
 
 
 ADDRESSES: Final = (

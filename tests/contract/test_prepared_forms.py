@@ -181,11 +181,17 @@ def test_early_release_keeps_its_kernels_apart(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [True, False]
 
 
-def test_nothing_is_prepared_unless_it_is_asked_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert repeats.PREPARED_AFTER == 0
-    monkeypatch.setattr(Launches, "prepared", lambda *_: pytest.fail("prepared"))
-    indexer = build()
+@pytest.mark.parametrize(("asked", "after"), [(None, 4), ("", 4), ("1", 4), ("0", 0)])
+def test_nothing_is_prepared_where_the_environment_says_so(
+    device: Device, monkeypatch: pytest.MonkeyPatch, asked: str | None, after: int
+) -> None:
+    assert repeats.prepared_after(asked) == after
+    monkeypatch.setattr(repeats, "PREPARED_AFTER", after)
+    tried: list[object] = []
+    monkeypatch.setattr(Launches, "prepared", lambda *given: tried.append(given))
     for form in FORMS.values():
+        indexer = build()
         for _ in range(9):
             call(indexer, form)
+    assert len(tried) == (len(FORMS) if after else 0)
     assert len(device.launched) == 2 * 9 * len(FORMS)
