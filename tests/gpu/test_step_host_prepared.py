@@ -142,6 +142,7 @@ def test_steps_are_prepared_and_made_while_another_thread_captures(device: torch
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
         fresh(*other.arguments(), **buffers)
+    fresh(*other.arguments(), **buffers)  # so that the thread's first step waits for the default stream, in the capture
     capturing, stepped = threading.Event(), threading.Event()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     torch.cuda.synchronize(device)
