@@ -30,9 +30,11 @@ from keysieve.device import keys, packed, ptx
 from keysieve.kernels import local_topk_given as given
 from keysieve.kernels import local_topk_listed as listed
 from keysieve.kernels import local_topk_long as long
+from keysieve.kernels import local_topk_push as pushing
 from keysieve.kernels import local_topk_sift as sift
 from keysieve.kernels import local_topk_split as split
 from keysieve.kernels import local_topk_steps as steps
+from keysieve.kernels import local_topk_window as window
 from keysieve.kernels.flags import FLAG_BAD_LENGTH
 from keysieve.kernels.local_topk_config import LocalMap, LocalTopkConfig
 from keysieve.kernels.local_topk_steps import Row
@@ -159,7 +161,8 @@ class LocalTopk:
         if cutlass.const_expr(config.cluster > 1):
             part = split.part_of(handle, base, rank_here)
         if settled != Int32(0):
-            self.prefetch(base, thread, part, peers, slots + Int64(rank * max_rows + row) * Int64(16), world)
+            own = slots + Int64(rank * max_rows + row) * Int64(16)
+            self.prefetch(base, thread, part, peers, own, epoch + Int64(row) * Int64(4), world)
             ptx.grid_wait()
         if release != Int32(0):
             ptx.grid_launch_dependents()
@@ -184,12 +187,9 @@ class LocalTopk:
                 self.find(handle, n, tops + Int64(row) * (pitch >> Int64(2)))
             else:
                 self.take_all(handle, n)
-            cute.arch.sync_threads()
-            steps.mark(handle, 8)
             if handle.wide:
-                self.write_planes(handle, n, planes)
                 cute.arch.sync_threads()
-            steps.mark(handle, 9)
+                self.write_planes(handle, n, planes)
             self.finish(handle, count, Int32(0), count, call, target)
         steps.mark(handle, 10)
         steps.dump_marks(handle, flags, row)
@@ -204,10 +204,13 @@ class LocalTopk:
 
     @cute.jit
     def finish(self, handle: Any, count: Int32, begin: Int32, end: Int32, call: Any, target: Any) -> None:
-        """Words begin .. end - 1 of the row's `count`: pushed to all ranks, and written if there is a place for it."""
+        """Words begin .. end - 1 of the row's `count`: pushed to all ranks, and written if there is a place for it.
+        One block barrier, behind which they are complete."""
         words, words_stride, _counts = target
         if cutlass.const_expr(self.config.push):
-            self.push(handle, count, begin, end, call)
+            pushing.push(handle, count, begin, end, call)
+        else:
+            cute.arch.sync_threads()
         if words != Int64(0):
             line = words + Int64(call[-1]) * words_stride * Int64(4)
             for word in cutlass.range(begin + handle.thread, end, self.config.threads, unroll=1):
@@ -249,21 +252,26 @@ class LocalTopk:
         return Int32(ptx.load_shared(base + Uint32(places.found)))
 
     @cute.jit
-    def prefetch(self, base: Uint32, thread: Int32, part: Any, peers: Int64, slot: Int64, world: Int32) -> None:
-        """Ask for a line of what will be read, and of what will be written: their pages' translations."""
+    def prefetch(
+        self, base: Uint32, thread: Int32, part: Any, peers: Int64, slot: Int64, calls: Int64, world: Int32
+    ) -> None:
+        """Ask for a line of what will be read, and of what will be written: their pages' translations; and for that of
+        the row's calls, which the keys of a step drive out of L2."""
         if thread == Int32(96) and part.start < part.vectors:
             ptx.prefetch_line(part.address + Int64(part.start) * Int64(16))
-        if cutlass.const_expr(self.config.push):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if cutlass.const_expr(self.config.push):
             if thread >= Int32(128) and thread < Int32(128) + world and peers != Int64(0):
                 place = base + Uint32(self.map.peers) + Uint32(thread - Int32(128)) * Uint32(8)
                 ptx.prefetch_line(ptx.load(place, Int64, space="shared::cta") + slot)
+            if thread == Int32(160) and peers != Int64(0):
+                ptx.prefetch_line(calls)
 
     @cute.jit
     def tag_of(self, peers: Int64, epoch: Int64, row: Int32) -> Uint32:
-        """The call's tag: one more than the row's completed calls."""
+        """The row's completed calls; the call's tag is one more. What adds it waits for the load: only `push` does."""
         tag = Uint32(0)
         if peers != Int64(0):
-            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32) + Uint32(1)
+            tag = ptx.load(epoch + Int64(row) * Int64(4), Uint32)
         return tag
 
     @cute.jit
@@ -288,7 +296,14 @@ class LocalTopk:
         """The words of a row that the registers hold."""
         words, vectors, rounds, count, top, bound, bounded = sift.gather(handle, n, Int32(0), False)
         steps.mark(handle, 4)
-        steps.place_held(handle, words, vectors, rounds, count, n, top, bound, bounded)
+        if cutlass.const_expr(self.config.squeezes):
+            tops = window.vector_tops(handle, words, rounds, count)
+            found = window.find(handle, words, rounds, count, n, top, bound, bounded, Int32(0), False, tops)
+            steps.mark(handle, 6)
+            words, vectors, rounds, count = sift.squeeze(handle, words, vectors, tops, rounds, count, found[0])
+            steps.place_chosen(handle, words, vectors, rounds, count, found[0], found[1], Int32(0), Int32(0))
+        else:
+            steps.place_held(handle, words, vectors, rounds, count, n, top, bound, bounded)
 
     @cute.jit
     def find_listed(self, handle: Any, n: Int32) -> None:
@@ -344,52 +359,6 @@ class LocalTopk:
                 if handle.lane == Int32(0):
                     place = n + plane * groups + (entry >> Int32(5))
                     ptx.store_shared(handle.words + Uint32(place) * Uint32(4), votes)
-
-    @cute.jit
-    def push(self, handle: Any, count: Int32, begin: Int32, end: Int32, call: Any) -> None:
-        """Push words begin .. end - 1 to every rank, another rank first for every rank; who has the last word pushes
-        the padding behind it and the signature too. Where a pair's words are two blocks', each pushes its half. Many
-        ranks are shared out to quarters of a block that is not small."""
-        signature, length, tag, peers, slots, max_rows, world, rank, row = call
-        pairs = ((count + Int32(1)) >> Int32(1)) + Int32(1)
-        first = begin
-        pushed = end
-        if end == count:
-            pushed = pairs * Int32(2)
-        if peers == Int64(0) or first == pushed:
-            first = Int32(0)
-            pushed = Int32(0)
-        place = Int32(tag & Uint32(1)) * world + rank
-        slot = slots + (Int64(place) * Int64(max_rows) + Int64(row)) * Int64(pairs) * Int64(16)
-        quarters = Int32(0)  # log2 of the parts of the block
-        if cutlass.const_expr(self.config.threads >= 512):
-            quarters = Int32(world >= Int32(4)) * Int32(2)
-        each = Int32(self.config.threads) >> quarters
-        part = handle.thread >> (Int32(self.config.threads.bit_length() - 1) - quarters)
-        for pair in cutlass.range(
-            (first >> Int32(1)) + (handle.thread & (each - Int32(1))), (pushed + Int32(1)) >> Int32(1), each, unroll=1
-        ):
-            lower, upper = signature, length
-            if pair < pairs - Int32(1):
-                lower, upper = packed.load_shared_v2(handle.words + Uint32(pair) * Uint32(8))
-            only = Int32(0)  # 1, 2: only the first, only the second word
-            if cutlass.const_expr(self.config.cluster > 1):
-                only = Int32(pair * Int32(2) < first) * Int32(2) + Int32(pair * Int32(2) + Int32(2) > pushed)
-            target = rank + part + Int32(1)
-            for _step in cutlass.range(part, world, Int32(1) << quarters, unroll=2):
-                target = target - world * Int32(target >= world)
-                block = ptx.load(handle.peers + Uint32(target) * Uint32(8), Int64, space="shared::cta")
-                address = block + slot + Int64(pair) * Int64(16)
-                if only == Int32(0):
-                    ptx.store_pair(address, lower, upper, tag)
-                else:
-                    half = lower
-                    if only == Int32(2):
-                        half = upper
-                        address = address + Int64(8)
-                    word = Int64(half) | (Int64(tag) << Int64(32))
-                    ptx.store(address, word, "relaxed", "sys")
-                target = target + (Int32(1) << quarters)
 
 
 def build(config: LocalTopkConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

@@ -20,7 +20,7 @@ N_CLASSES: tuple[int, ...] = (2048, 4096)
 
 SHAPES: tuple[tuple[int, int, int], ...] = (
     *((1, 512, 2), (1, 512, 4)),
-    *((2, 512, 2), (2, 512, 4), (2, 512, 8)),
+    *((2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 512, 8)),
     *((4, 256, 2), (4, 256, 4), (4, 256, 8)),
     *((8, 256, 4), (8, 512, 4), (8, 1024, 4)),
 )
@@ -97,6 +97,11 @@ class LocalTopkConfig:
         return self.held > 4 and (self.room > 0 or not self.longer)
 
     @property
+    def squeezes(self) -> bool:
+        """Does a block drop the vectors below the threshold before it looks at their keys once more?"""
+        return self.held == 4 and not self.longer
+
+    @property
     def listed(self) -> int:
         """Candidates that the shared list has room for."""
         return 2 * self.n_class if self.longer else SIFTED
@@ -144,9 +149,9 @@ class LocalMap:
         words = pair_sums + 256
         tops = words + -(-4 * (candidate_words(config.n_class, MAX_PLANES) + 2) // 16) * 16
         listed = tops + 2 * config.n_class
-        list_tops = listed + (4 * config.listed if config.longer or config.sifts else 0)
+        list_tops = listed + (4 * config.listed if config.longer or config.sifts or config.squeezes else 0)
         maxima = list_tops + (2 * config.listed if config.longer else 0)
-        received = maxima + (16 * SIFTED if config.sifts else 0)
+        received = maxima + (16 * SIFTED if config.sifts or config.squeezes else 0)
         shared = 2 * 2 * WINDOW * config.cluster if config.cluster > 1 else 0
         floors = max(maxima + (2 * config.room if config.longer else 0), received + shared)
         bins = floors + 128
@@ -200,8 +205,9 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
     a quarter of the chip free, since clusters do not pack it; or two, if each has a multiprocessor. None: rows are
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
     multiprocessors: several small blocks on each, with a merge launched behind them, were seen to take a step of 512
-    rows of 4,096 keys to 202 us. And it is faster than two blocks of eight vectors a thread where these would keep most
-    of them: 64 rows of 65,536 keys take 10.2 us instead of 12.0 with N 1,216, two blocks 8.7 with N 352."""
+    rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each: 64
+    rows of 65,536 keys with N 352 take 6.8 us by maxima (9 where L2 has no room for them), 7.7 to 9 by two blocks.
+    given: they are, and it is worth their bytes."""
     if rows > sms:
         return None
     for cluster in (8, 4, 2, 1):
@@ -210,6 +216,8 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
         worth = keys > (16384 if cluster == 8 else 8192)
         if cluster == 2 and (given or n > SIFTED_N):
             held = [shape for shape in held if shape[2] < 8]
+        if cluster == 2 and given:
+            held = [shape for shape in held if shape[1] < 1024]
         if held and (cluster == 1 or (fits and worth)):
             return held[0]
     return None

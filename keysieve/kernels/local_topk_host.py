@@ -214,9 +214,9 @@ class LocalTopk:
             return None, self._given
         if not (self._keys and self._sms):
             return None, False
-        shape = shape_for(rows, self._keys, self._sms, self.n, self._given)
-        worth = self.n <= SIFTED_N or rows * self._keys <= KEPT_KEYS
-        return shape, self._given and shape is None and worth
+        worth = self._given and (self.n <= SIFTED_N or rows * self._keys <= KEPT_KEYS)
+        shape = shape_for(rows, self._keys, self._sms, self.n, worth)
+        return shape, worth and shape is None
 
     def _shared_bytes(self, rows: int, form: Form, chained: bool) -> int:
         """Shared memory that a block is given. As the scorer's blocks end, room comes up on some multiprocessors before

@@ -158,7 +158,8 @@ def list_vector(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32)
 @cute.jit
 def put(row: Any, words: Any, mask: Uint32, place: Int32, number: Int32) -> None:
     """List this lane's keys that are in the mask, as words, from entry `place` on."""
-    steps.put_keys(row, words, mask, place, row.start + number * Int32(32), row.list, row.list_tops, row.wide)
+    chosen = steps.key_places(mask)
+    steps.put_keys(row, words, chosen, place, row.start + number * Int32(32), row.list, row.list_tops, row.wide)
 
 
 def reach_x8(words: Any, bound: Uint32) -> Uint32:

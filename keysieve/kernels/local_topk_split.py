@@ -79,14 +79,18 @@ def write_shared_planes(row: Any, n: Int32, planes: Int32, begin: Int32, count: 
 
 @cute.jit
 def share_row(row: Any, n: Int32, planes: Int32, rank: Int32) -> Any:
-    """This block's words of a shared row: (place of the first, their number); the last block has the planes as well.
-    Ends with a block barrier."""
+    """This block's words of a shared row: (place of the first, their number); the last block has the planes as well. A
+    block barrier has to follow."""
     words, vectors, rounds, held, top, bound, bounded = sift.gather(row, n, rank, True)
     steps.mark(row, 4)
-    threshold, need, above, equal = window.find(row, words, rounds, held, n, top, bound, bounded, rank, True)
+    tops = window.vector_tops(row, words, rounds, held) if row.config.squeezes else None
+    threshold, need, above, equal = window.find(row, words, rounds, held, n, top, bound, bounded, rank, True, tops)
     steps.mark(row, 6)
     if equal > need:
         equal = need
+    if cutlass.const_expr(row.config.squeezes):
+        words, vectors, rounds, held = sift.squeeze(row, words, vectors, tops, rounds, held, threshold)
+        steps.mark(row, 1)
     block = steps.place_chosen(row, words, vectors, rounds, held, threshold, need, above, equal)
     own = Int32(Uint32(block) >> Uint32(steps.EQUAL_SHIFT))
     if own > need - equal:
@@ -94,5 +98,4 @@ def share_row(row: Any, n: Int32, planes: Int32, rank: Int32) -> Any:
     count = Int32(Uint32(block) & Uint32(0xFFFF)) + own
     if row.wide:
         write_shared_planes(row, n, planes, above + equal, count)
-    cute.arch.sync_threads()
     return above + equal, count

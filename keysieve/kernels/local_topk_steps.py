@@ -206,11 +206,11 @@ def key_of(words: Any, bit: Uint32) -> Uint32:
 def put_keys(
     row: Any, words: Any, mask: Uint32, place: Int32, one: Int32, target: Uint32, tops: Uint32, looped: Any
 ) -> None:
-    """Store those keys of vector `one` that are in the mask, as words, from entry `place` of `target` on. looped: the
-    row is wide, or most masks have no or one bit."""
+    """Store those keys of vector `one` that are in the mask (at the places of `EQUAL_KEYS`), as words, from entry
+    `place` of `target` on. looped: the row is wide, or most masks have no or one bit."""
     tail = Uint32(0xFFFF) - (Uint32(one * Int32(8)) & Uint32(0xFFFF))
     if looped:
-        left = mask
+        left = key_order(mask)
         entry = Uint32(place) + Uint32(cute.arch.popc(mask))
         while left != Uint32(0):  # from the highest down: finding it takes one instruction
             bit = packed.highest_bit(left)
@@ -236,12 +236,16 @@ def store_words_x8(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Store, for every set bit i (0..7) of `mask`, key i with `tail - i` below it, to consecutive shared words."""
-    lines = ["{ .reg .b32 p, t, v, w; .reg .pred q; mov.b32 p, $0; mov.b32 v, $5;"]
-    for bit in range(8):
-        lines.append(f"and.b32 t, $6, {1 << bit}; setp.ne.u32 q, t, 0;")
-        lines.append(f"prmt.b32 w, ${1 + bit // 2}, v, {0x3254 if bit % 2 else 0x1054};")
-        lines.append("@q st.shared.b32 [p], w; @q add.u32 p, p, 4; sub.u32 v, v, 1;")
+    """Store, for every key i that is in `mask` (at the places of `EQUAL_KEYS`), it with `tail - i` below it, to
+    consecutive shared words."""
+    lines = ["{ .reg .b32 p, t, v, w; .reg .pred q; mov.b32 p, $0; mad.lo.u32 v, $5, 0x10001, 0xFFFF0000;"]
+    for key in range(8):
+        bit = 1 << (2 * (key // 2) + 16 * (key % 2))
+        lines.append(f"and.b32 t, $6, {bit}; setp.ne.u32 q, t, 0;")
+        lines.append(f"prmt.b32 w, ${1 + key // 2}, v, {0x3276 if key % 2 else 0x1054};")
+        lines.append("@q st.shared.b32 [p], w; @q add.u32 p, p, 4;")
+        if key % 2 and key < 7:
+            lines.append("sub.u32 v, v, 0x00020002;")
     ptx.asm(" ".join([*lines, "}"]), "r,r,r,r,r,r,r", (), (addr, a, b, c, d, tail, mask), loc=loc, ip=ip)
 
 
@@ -276,12 +280,7 @@ def place_chosen(
     masks = [Uint32(0) for _ in range(held)]
     for step in cutlass.range_constexpr(held):
         if window.has_round(row, step, rounds, count):
-            one = words[4 * step : 4 * step + 4]
-            if threshold > Uint32(0x8000):
-                masks[step] = masks_of_positive(one, threshold)
-            else:
-                greater, same = packed.masks_x8(one, threshold)
-                masks[step] = greater | (same << Uint32(8))
+            masks[step] = codes_x8(words[4 * step : 4 * step + 4], threshold)
     lower = [Uint32(0) for _ in range(held // 2)]
     totals = [Uint32(0) for _ in range(held)]  # of the warp
     all_of = Uint32(0)
@@ -303,22 +302,62 @@ def place_chosen(
             taken = Int32(both >> Uint32(EQUAL_SHIFT))
             if taken > need:
                 taken = need
-            kept = first_bits(masks[step] >> Uint32(8), need - taken)
-            chosen = (masks[step] & Uint32(0xFF)) | kept
+            kept = first_keys(masks[step] & Uint32(EQUAL_KEYS), need - taken)
+            chosen = ((masks[step] >> Uint32(1)) & Uint32(EQUAL_KEYS)) | kept
             slot = Int32(both & Uint32(0xFFFF)) + taken
             one = words[4 * step : 4 * step + 4]
             put_keys(row, one, chosen, slot, vectors[step], row.words, row.tops, row.wide or rounds > Int32(2))
             before = before + totals[step]
+    mark(row, 15)
     return block
 
 
-def masks_of_positive(words: Any, threshold: Uint32) -> Uint32:
-    """Bit i set where key i is above the threshold, bit 8 + i where it equals it: for the key16 of a positive number.
+EQUAL_KEYS = 0x00550055
+"""Of a vector's code, bit 2 i + 16 h: of key 2 i + h. Its neighbour above says that the key is larger."""
 
-    Keys of numbers that are not negative, read as BF16, are those numbers with the other sign, in reverse order; all
-    others read as positive numbers or NaNs. So the floating-point unit compares, two keys an instruction."""
-    both = threshold * Uint32(0x10001)
-    return compare_x8("lt", *words, both) | (compare_x8("eq", *words, both) << Uint32(8))
+
+def codes_x8(words: Any, threshold: Uint32) -> Uint32:
+    """Of eight keys, two bits each: 1 the threshold (which is not 0), 2 above it. Three instructions for two keys."""
+    least = threshold - Uint32(1)
+    return _codes_x8(*words, least * Uint32(0x10001), ((Uint32(0) - least) & Uint32(0xFFFF)) * Uint32(0x10001))
+
+
+@dsl_user_op
+def _codes_x8(
+    a: Uint32, b: Uint32, c: Uint32, d: Uint32, least: Uint32, back: Uint32, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """least: what is subtracted of what is not below it, `back`: its negative, in both halves."""
+    text = (
+        "{ .reg .b32 p, q, r, s, two; mov.b32 two, 0x00020002;"
+        + "".join(
+            f" max.u16x2 {t}, ${i}, $5; add.u16x2 {t}, {t}, $6; min.u16x2 {t}, {t}, two;"
+            for i, t in enumerate("pqrs", 1)
+        )
+        + " mad.lo.u32 p, q, 4, p; mad.lo.u32 r, s, 4, r; mad.lo.u32 $0, r, 16, p; }"
+    )
+    args = (a, b, c, d, least, back)
+    return ptx.asm(text, "=r,r,r,r,r,r,r", (Uint32,), args, pure=True, loc=loc, ip=ip)[0]
+
+
+def key_order(keys: Uint32) -> Uint32:
+    """Bits of keys at the places of `EQUAL_KEYS`, as bit i for key i."""
+    return (keys & Uint32(0x55)) | ((keys >> Uint32(15)) & Uint32(0xAA))
+
+
+def key_places(mask: Uint32) -> Uint32:
+    """The reverse of `key_order`."""
+    return (mask & Uint32(0x55)) | ((mask & Uint32(0xAA)) << Uint32(15))
+
+
+@cute.jit
+def first_keys(keys: Uint32, count: Int32) -> Uint32:
+    """The first `count` (0 or more) of the keys whose bits are set at the places of `EQUAL_KEYS`."""
+    extra = Int32(cute.arch.popc(keys)) - count
+    while extra > Int32(0) and keys != Uint32(0):
+        last = packed.highest_bit(key_order(keys))
+        keys = keys ^ (Uint32(1) << ((last & Uint32(6)) | ((last & Uint32(1)) << Uint32(4))))
+        extra = extra - Int32(1)
+    return keys
 
 
 @dsl_user_op
@@ -338,10 +377,10 @@ def compare_x8(
     return ptx.asm(text, "=r,r,r,r,r,r", (Uint32,), (a, b, c, d, both), pure=True, loc=loc, ip=ip)[0]
 
 
-def byte_counts(masks: Uint32) -> Uint32:
-    """Counts of a vector's two masks, a byte each."""
-    above = Uint32(cute.arch.popc(masks & Uint32(0xFF)))
-    return above | (Uint32(cute.arch.popc(masks >> Uint32(8))) << Uint32(8))
+def byte_counts(codes: Uint32) -> Uint32:
+    """Of a vector's code, keys above the threshold and equal to it, a byte each."""
+    above = Uint32(cute.arch.popc(codes & Uint32(EQUAL_KEYS << 1)))
+    return above | (Uint32(cute.arch.popc(codes & Uint32(EQUAL_KEYS))) << Uint32(8))
 
 
 def wide_counts(counts: Uint32) -> Uint32:

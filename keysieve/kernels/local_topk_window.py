@@ -42,16 +42,21 @@ def find(
     bounded: Any,
     rank: Int32,
     shared: cutlass.Constexpr[bool],
+    tops: Any = None,
 ) -> Any:
     """(the `n`-th largest key of the row; how many keys equal to it are taken; keys above it, and equal to it, in the
     blocks before this one).
 
     rounds, count: of the vectors that a thread, the block holds in `words`. top: the block's largest key, 0 if that is
     not known. bound: a multiple of 8 that N keys reach, 0 where none is known. bounded: look for one among this block's
-    maxima. The histograms are clear, or will be at the first barrier. shared: by all blocks of the cluster.
+    maxima. The histograms are clear, or will be at the first barrier. shared: by all blocks of the cluster. tops: of
+    the vectors, if they are known.
     """
     if top == Uint32(0):
-        top, bound = find_top(row, words, rounds, count, n, bound, bounded)
+        if cutlass.const_expr(tops is None):
+            top, bound = find_top(row, vector_tops(row, words, rounds, count), rounds, count, n, bound, bounded)
+        else:
+            top, bound = find_top(row, tops, rounds, count, n, bound, bounded)
     floor = Uint32(0)
     if top >= Uint32(WINDOW):
         floor = (top | Uint32(7)) - Uint32(WINDOW - 1)
@@ -61,6 +66,7 @@ def find(
     for step in cutlass.range_constexpr(row.config.held):
         if has_round(row, step, rounds, count):
             count_near(row.second, words[4 * step : 4 * step + 4], floor)
+    row.mark(13)
     floor, digit, above, before_above, before_equal = find_bin(row, floor, n, rank, Int32(0), shared)
     threshold = floor + Uint32(digit)
     if digit < Int32(0):
@@ -82,21 +88,29 @@ def find(
 
 
 @cute.jit
-def find_top(row: Any, words: Any, rounds: Int32, count: Int32, n: Int32, bound: Uint32, bounded: Any) -> Any:
-    """(the block's largest key; a multiple of 8 that `n` keys reach: the lower edge of the bin of the `n`-th largest of
-    the vectors' maxima if `bounded`, or what is known). One block barrier."""
-    most = Uint32(0)
+def vector_tops(row: Any, words: Any, rounds: Int32, count: Int32) -> Any:
+    """The largest key of each vector that this thread holds."""
+    tops = [Uint32(0) for _ in range(row.config.held)]
     for step in cutlass.range_constexpr(row.config.held):
         if has_round(row, step, rounds, count):
             best = ptx.max_u16x2(
                 ptx.max_u16x2(words[4 * step], words[4 * step + 1]),
                 ptx.max_u16x2(words[4 * step + 2], words[4 * step + 3]),
             )
-            best = ptx.max_u16x2(best, best >> Uint32(16)) & Uint32(0xFFFF)
+            tops[step] = ptx.max_u16x2(best, best >> Uint32(16)) & Uint32(0xFFFF)
+    return tops
+
+
+@cute.jit
+def find_top(row: Any, tops: Any, rounds: Int32, count: Int32, n: Int32, bound: Uint32, bounded: Any) -> Any:
+    """(the block's largest key; a multiple of 8 that `n` keys reach: the lower edge of the bin of the `n`-th largest of
+    the vectors' maxima if `bounded`, or what is known). One block barrier."""
+    most = Uint32(0)
+    for step in cutlass.range_constexpr(row.config.held):
+        if has_round(row, step, rounds, count):
             if bounded:
-                count_top(row, best)
-            if best > most:
-                most = best
+                count_top(row, tops[step])
+            most = _max_u32(most, tops[step])
     top = block_top(row, most)
     if bounded:
         # Every warp looks by itself.
@@ -189,6 +203,7 @@ def find_bin(row: Any, floor: Uint32, n: Int32, rank: Int32, attempt: Int32, sha
     if cutlass.const_expr(shared):
         send_counts(row, floor, rank, attempt)
         floor, totals, before = gather_counts(row, lowest, rank, attempt)
+        row.mark(14)
     else:
         place = row.second + Uint32(lowest) * Uint32(4)
         if cutlass.const_expr(each == 1):
@@ -207,24 +222,12 @@ def find_bin(row: Any, floor: Uint32, n: Int32, rank: Int32, attempt: Int32, sha
     for index in cutlass.range_constexpr(1, each):
         mine = mine + totals[index]
         mine_before = mine_before + before[index]
-    upto = packed.warp_prefix(mine)
-    upto_before = Int32(0)
-    if cutlass.const_expr(shared):
-        upto_before = packed.warp_prefix(mine_before)
-    if row.lane == Int32(31):
-        packed.store_shared_v2(row.pair_sums + Uint32(row.warp) * Uint32(8), Uint32(upto), Uint32(upto_before))
-    cute.arch.sync_threads()
-    of_warp = Int32(0)
-    of_warp_before = Int32(0)
-    if row.lane < row.warp:
-        word, word_before = packed.load_shared_v2(row.pair_sums + Uint32(row.lane) * Uint32(8))
-        of_warp = Int32(word)
-        of_warp_before = Int32(word_before)
-    reach = scan.warp_sum(of_warp) + upto
+    if cutlass.const_expr(row.config.keys <= 1 << 15):
+        reach, reach_before = block_prefix_pair(row, mine, mine_before)
+    else:
+        reach, reach_before = block_prefix(row, mine, mine_before, shared)
     above = reach - mine
-    above_before = Int32(0)
-    if cutlass.const_expr(shared):
-        above_before = scan.warp_sum(of_warp_before) + upto_before - mine_before
+    above_before = reach_before - mine_before
     if above < n and reach >= n:
         digit = lowest + Int32(each - 1)
         inside = totals[each - 1]
@@ -242,6 +245,42 @@ def find_bin(row: Any, floor: Uint32, n: Int32, rank: Int32, attempt: Int32, sha
     cute.arch.sync_threads()
     digit_word, above_word, above_before_word, inside_before_word = ptx.load_shared_v4(row.found)
     return floor, Int32(digit_word), Int32(above_word), Int32(above_before_word), Int32(inside_before_word)
+
+
+@cute.jit
+def block_prefix(row: Any, mine: Int32, other: Int32, both: cutlass.Constexpr[bool]) -> Any:
+    """Sums of `mine` and, if wanted, of `other` over the threads up to this one. One block barrier."""
+    upto = packed.warp_prefix(mine)
+    upto_other = Int32(0)
+    if cutlass.const_expr(both):
+        upto_other = packed.warp_prefix(other)
+    if row.lane == Int32(31):
+        packed.store_shared_v2(row.pair_sums + Uint32(row.warp) * Uint32(8), Uint32(upto), Uint32(upto_other))
+    cute.arch.sync_threads()
+    of_warp = Int32(0)
+    of_warp_other = Int32(0)
+    if row.lane < row.warp:
+        word, word_other = packed.load_shared_v2(row.pair_sums + Uint32(row.lane) * Uint32(8))
+        of_warp = Int32(word)
+        of_warp_other = Int32(word_other)
+    upto = upto + scan.warp_sum(of_warp)
+    if cutlass.const_expr(both):
+        upto_other = upto_other + scan.warp_sum(of_warp_other)
+    return upto, upto_other
+
+
+@cute.jit
+def block_prefix_pair(row: Any, mine: Int32, other: Int32) -> Any:
+    """`block_prefix` of both, whose sums are below 2^16: in one word."""
+    upto = packed.warp_prefix(mine | (other << Int32(16)))
+    if row.lane == Int32(31):
+        ptx.store_shared(row.pair_sums + Uint32(row.warp) * Uint32(4), Uint32(upto))
+    cute.arch.sync_threads()
+    of_warp = Int32(0)
+    if row.lane < row.warp:
+        of_warp = Int32(ptx.load_shared(row.pair_sums + Uint32(row.lane) * Uint32(4)))
+    sums = Uint32(upto + scan.warp_sum(of_warp))
+    return Int32(sums & Uint32(0xFFFF)), Int32(sums >> Uint32(16))
 
 
 def _buffer(row: Any, attempt: Int32) -> Uint32:

@@ -4,13 +4,15 @@ What the kernel relies on, and what the property tests of this module hold to th
 
 1. **Held.** A row whose vectors (8 keys) fit the registers of a block, or of a cluster of blocks that hold it in parts,
    is selected from directly. A block counts its keys value by value above a *floor* that lies at most 1,023 below its
-   best key: if its part has enough vectors, just below the bin (of 32 values) of the N-th largest of their maxima,
-   which N keys reach; else the lowest such value. The row's threshold lies above every floor of the first kind, and all
-   blocks have counted what lies above the highest floor: the sums of their counts from there on give the N-th largest
-   key, unless fewer than N were counted. Then all keys are counted by their upper 10 bits, and again value by value
-   from the digit found on, the last bin taking what lies beyond. All keys above the threshold are taken, and the first
-   equal to it: a block's words begin behind those of the blocks before it, behind their keys above the
-   threshold and, of the equal ones, as many as are still taken.
+   best key: if its threads hold four vectors or more and its part has enough of them, just below the bin (of 32 values)
+   of the N-th largest of their maxima, which N keys reach; else the lowest such value. The row's threshold lies above
+   every floor of the first kind, and all blocks have counted what lies above the highest floor: the sums of their
+   counts from there on give the N-th largest key, unless fewer than N were counted. Then all keys are counted by their
+   upper 10 bits, and again value by value from the digit found on, the last bin taking what lies beyond. All keys above
+   the threshold are taken, and the first equal to it: a block's words begin behind those of the blocks before it,
+   behind their keys above the threshold and, of the equal ones, as many as are still taken. Where threads hold four
+   vectors, those whose largest key does not reach the threshold are dropped before their keys are looked at once more,
+   if that spares a round.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
    keys (point 4 of `models.select`), and they fit the registers. Where the scorer has written the maxima and the
@@ -138,7 +140,7 @@ def sift(parts: list[Keys], n: int, shape: Shape) -> list[tuple[Indices, int | N
     sizes = [-(-len(part) // VECTOR) for part in parts]
     enough = n + n // 8
     if shape.held <= 4 or max(sizes) <= 2 * shape.threads or sum(sizes) < enough:
-        bounds = [None if size >= enough else 0 for size in sizes]
+        bounds = [None if size >= enough and shape.held >= 4 else 0 for size in sizes]
         return [(np.arange(len(part)), bound) for part, bound in zip(parts, bounds, strict=True)]
     bound = find_top(parts, n)
     bound = bound if bound >= 64 else 0
@@ -189,9 +191,22 @@ def best_shared(keys: Keys, n: int, blocks: int, shape: Shape) -> list[Indices]:
     threshold, need = held_threshold(looked, n, [bound for _, bound in sifted])
     taken, equal = [], 0  # equal: of the parts so far, those that are taken
     for block, (its, (places, _)) in enumerate(zip(looked, sifted, strict=True)):
+        if shape.held == 4:
+            kept = squeeze(its, threshold, shape)
+            its, places = its[kept], places[kept]
         taken.append(block * share + places[choose(its, threshold, need - equal)])
         equal = min(equal + int((its == threshold).sum()), need)
     return taken
+
+
+def squeeze(keys: Keys, threshold: int, shape: Shape) -> Indices:
+    """Places of the keys whose vectors hold one that reaches the threshold, if that spares a round and there is room
+    for them; else of all."""
+    reaching = np.flatnonzero(tops_of(keys) >= threshold)
+    places = (reaching[:, None] * VECTOR + np.arange(VECTOR)).reshape(-1)
+    vectors = -(-len(keys) // VECTOR)
+    rounds, fewer = -(-vectors // shape.threads), -(-len(reaching) // shape.threads)
+    return places[places < len(keys)] if fewer < rounds and len(reaching) <= SIFTED else np.arange(len(keys))
 
 
 def choose(keys: Keys, threshold: int, need: int) -> Indices:
