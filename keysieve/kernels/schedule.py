@@ -22,6 +22,7 @@ from keysieve.device import ptx, scan
 from keysieve.device.paged import ceil_div_pow2
 from keysieve.kernels.flags import FLAG_BAD_LENGTH, FLAG_BAD_PAGE, FLAG_OVERFLOW
 from keysieve.kernels.sharding import ShardedLengths, own_length, raw_length
+from keysieve.spec import PAGE, TILE
 
 __all__ = [
     "FLAG_BAD_LENGTH",
@@ -33,6 +34,7 @@ __all__ = [
     "find_request_together",
     "lengths_of",
     "longest_row",
+    "needs_both",
     "prefix_of_many",
     "prefix_word",
     "range_of_many",
@@ -84,6 +86,11 @@ def tiles_and_half(longest: Int32, skip: Int32) -> tuple[Int32, Int32]:
     tiles = ceil_div_pow2(longest, LOG2_TILE) * Int32(longest > skip)
     rest = (longest - Int32(1)) & Int32(127)
     return tiles, Int32(rest < Int32(64))
+
+
+def needs_both(longest: Int32, tile: Int32, skip: Int32) -> Int32:
+    """1 if a request whose largest usable length is `longest` needs both pages of its tile `tile`, else 0."""
+    return Int32(longest > tile * Int32(TILE) + Int32(PAGE)) & Int32(longest > skip)
 
 
 def few(next_n: int) -> int:

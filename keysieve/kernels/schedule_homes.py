@@ -97,29 +97,55 @@ def read_lengths(
     skip: Int32,
     rest: Uint32,
     lane: Int32,
-    raw: Int32,
+    raw: Any,
     next_n: cutlass.Constexpr[int],
 ) -> Any:
     """One warp leaves `tiles << 1 | half` of each request in the table `rest`, for `publish` to replace.
 
-    A lane takes a run of neighbours; raw: what stands for the first length of its first, 0 if it has none. Returns its
-    (requests a run, tiles, lengths above the limit).
+    A lane takes a run of neighbours; raw: what stands for the first length of its first, 0 if it has none, or a list of
+    that for every request it may have. Returns its (requests a run, tiles, lengths above the limit).
     """
+    asked = raw if isinstance(raw, list | tuple) else [raw]
     each = (requests + Int32(31)) >> Int32(5)
     first = lane * each
     last = least(first + each, requests)
     mine = Int32(0)
     faults = Int32(0)
     if first < last:
-        words = [raw, *schedule.raw_lengths(lens, first, next_n)[1:]]
+        words = [asked[0], *schedule.raw_lengths(lens, first, next_n)[1:]]
         longest, faults = schedule.longest_of(lens, words, limit)
         mine = _note(rest, first, longest, skip)
-    for request in cutlass.range(first + Int32(1), last, unroll=1):
-        longest, bad = schedule.longest_row(lens, request, limit, next_n)
-        mine = mine + _note(rest, request, longest, skip)
-        faults = faults + bad
+    if cutlass.const_expr(len(asked) == 1):
+        for request in cutlass.range(first + Int32(1), last, unroll=1):
+            longest, bad = schedule.longest_row(lens, request, limit, next_n)
+            mine = mine + _note(rest, request, longest, skip)
+            faults = faults + bad
+    elif each > Int32(1):
+        for i in cutlass.range_constexpr(1, len(asked)):
+            if first + Int32(i) < last:
+                words = [asked[i], *schedule.raw_lengths(lens, first + Int32(i), next_n)[1:]]
+                longest, bad = schedule.longest_of(lens, words, limit)
+                mine = mine + _note(rest, first + Int32(i), longest, skip)
+                faults = faults + bad
     cute.arch.sync_warp()
     return each, mine, faults
+
+
+@cute.jit
+def publish_prefix(
+    prefix: Uint32, rest: Uint32, requests: Int32, each: Int32, mine: Int32, total: Int32, lane: Int32
+) -> None:
+    """The same warp writes the prefix table, all that others need of the plan; arguments as for `publish`."""
+    first_request = lane * each
+    last_request = least(first_request + each, requests)
+    before = scan.warp_inclusive(mine, lane) - mine
+    for request in cutlass.range(first_request, last_request, unroll=1):
+        tiles, half = schedule.prefix_word(rest, request)
+        ptx.store_shared(prefix + Uint32(request) * Uint32(4), Uint32((before << Int32(1)) | half))
+        before = before + tiles
+    if lane == Int32(0):
+        ptx.store_shared(prefix + Uint32(requests) * Uint32(4), Uint32(total << Int32(1)))
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -137,11 +163,13 @@ def publish(
     lane: Int32,
     most: cutlass.Constexpr[int],
     over: Any = None,
+    prefixed: cutlass.Constexpr[bool] = False,
 ) -> Any:
     """The same warp writes both tables; returns (first, last) of the block's range of the rest.
 
-    The warp may read what it wrote at once; others after a barrier. each, mine: as `read_lengths` returned them. total:
-    tiles in all. home_tiles: of this block, `rounds` having been granted. over: as for `home_of`.
+    prefixed: `publish_prefix` has written the first. The warp may read what it wrote at once; others after a barrier.
+    each, mine: as `read_lengths` returned them. total: tiles in all. home_tiles: of this block, `rounds` having been
+    granted. over: as for `home_of`.
     """
     first_request = lane * each
     last_request = least(first_request + each, requests)
@@ -152,7 +180,9 @@ def publish(
         step = at_home(request, requests, blocks, over)
         rests = rests + tiles - least(tiles, step * rounds)
         below = below + homes_below(tiles, at_home(request, requests, block, over), step, rounds, most)
-    before = scan.warp_inclusive(mine, lane) - mine
+    before = mine
+    if cutlass.const_expr(not prefixed):
+        before = scan.warp_inclusive(mine, lane) - mine
     rest_before = scan.warp_inclusive(rests, lane) - rests
     below = scan.warp_sum(below)
     left = scan.warp_sum(rests)
@@ -160,13 +190,15 @@ def publish(
     for request in cutlass.range(first_request, last_request, unroll=1):
         tiles, half = schedule.prefix_word(rest, request)
         place = Uint32(request) * Uint32(4)
-        ptx.store_shared(prefix + place, Uint32((before << Int32(1)) | half))
+        if cutlass.const_expr(not prefixed):
+            ptx.store_shared(prefix + place, Uint32((before << Int32(1)) | half))
         ptx.store_shared(rest + place, Uint32(rest_before << Int32(1)))
         before = before + tiles
         rest_before = rest_before + tiles - least(tiles, at_home(request, requests, blocks, over) * rounds)
     if lane == Int32(0):
         end = Uint32(requests) * Uint32(4)
-        ptx.store_shared(prefix + end, Uint32(total << Int32(1)))
+        if cutlass.const_expr(not prefixed):
+            ptx.store_shared(prefix + end, Uint32(total << Int32(1)))
         ptx.store_shared(rest + end, Uint32(left << Int32(1)))
     cute.arch.sync_warp()
     first = clamp(target_before(total, block, blocks) - below, left)

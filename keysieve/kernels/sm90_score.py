@@ -39,6 +39,7 @@ from keysieve.kernels.sm90_score_config import (
     shape_of,
     smem_map,
 )
+from keysieve.kernels.sm90_score_early import init_orders
 from keysieve.kernels.sm90_score_feed import PLAN_BARRIER, ask_ahead, stream_keys, stream_queries
 from keysieve.kernels.sm90_score_load import PAGES_PER_TILE, Boxes
 from keysieve.kernels.sm90_score_math import SCALE_OFFSET, Products, Targets, consume
@@ -228,11 +229,20 @@ class ScoreKernel(Frame):
         score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
         lengths = schedule.lengths_of(self.config.layout, lens, tops)
         raw = Int32(0)
+        if cutlass.const_expr(shape.early):
+            raw = (
+                [Int32(0) for _ in range(schedule.few(self.config.next_n) // 32)],
+                [Int32(0) for _ in range(self.config.next_n)],
+            )
         page = Int32(0)
         if warp == self.key_warp and led != Int32(0):
             raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks, over)
         self.begin(shared, key_copy, row_copy, warp)
         if led == Int32(0):
+            if cutlass.const_expr(shape.early):  # noqa: SIM102  # a trace-time test, then a run-time one
+                if warp == self.key_warp:
+                    with cute.arch.elect_one():
+                        init_orders(shared)
             self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
         if warp >= self.key_warp:
             if cutlass.const_expr(shape.registers[0] > 0):
@@ -286,10 +296,8 @@ class ScoreKernel(Frame):
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
                     cute.arch.mbarrier_init(shared.key_empty + stage, 4)
-                # This warp orders queries before anything has made it wait for the query warp.
-                for slot in cutlass.range_constexpr(ORDERS):
-                    cute.arch.mbarrier_init(shared.order_full + slot, 1)
-                    cute.arch.mbarrier_init(shared.order_empty + slot, 1)
+                if cutlass.const_expr(not shape.early):
+                    init_orders(shared)
             cute.arch.mbarrier_init_fence()
         if warp == self.query_warp:
             self.prefetch_rows(row_copy)

@@ -75,7 +75,8 @@ class ScoreShape:
     evict_first: keys leave L2 before other data. producer_warps: 2, or 4 where registers are reallocated (a whole
     warpgroup must take part). trace: write times instead of `starts` (see `score_trace`). per_sm: blocks that share a
     multiprocessor; its shared memory and registers must hold them all. by_rows: the columns of a product are ordered so
-    that a lane has all heads of a row (see `sm90_score_rows`; next_n 4 or 8, 32 or 64 heads).
+    that a lane has all heads of a row (see `sm90_score_rows`; next_n 4 or 8, 32 or 64 heads). early: a block with few
+    requests sends for its first tile before it knows all lengths (see `sm90_score_early`).
     """
 
     groups: int = 3
@@ -90,6 +91,7 @@ class ScoreShape:
     trace: bool = False
     per_sm: int = 1
     by_rows: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
         if self.stages % self.groups:
@@ -176,9 +178,9 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     elif (config.heads, config.next_n) in CROWDED:
         shape = ScoreShape(groups=3, stages=9, query_stages=4, resident=True)
     elif config.columns <= 32:  # two blocks start and refill faster than one of as many stages
-        shape = ScoreShape(groups=2, stages=4, query_stages=2, resident=True, producer_warps=2, per_sm=2)
+        shape = ScoreShape(groups=2, stages=4, query_stages=2, resident=True, producer_warps=2, per_sm=2, early=True)
     elif config.columns <= 64:
-        shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True)
+        shape = ScoreShape(groups=4, stages=8, query_stages=4, resident=True, early=True)
     elif config.columns <= 128:
         shape = ScoreShape(groups=3, stages=9, query_stages=2, registers=(32, 160), resident=True, ahead=1)
     elif (config.heads, config.next_n) in CRAMPED:

@@ -20,6 +20,7 @@ from keysieve.kernels import schedule, score_trace
 from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.sharding import raw_length, read_length
 from keysieve.kernels.sm90_score_config import NO_REQUEST, ORDERS
+from keysieve.kernels.sm90_score_early import init_orders, is_early, more_lengths, send_first
 from keysieve.kernels.sm90_score_load import (
     BAD_PAGE,
     BATCH,
@@ -107,7 +108,10 @@ def ask_ahead(
     over: Any = None,
 ) -> Any:
     """With few requests, before anything else: (the first length of the lane's first request, as it stands in memory;
-    the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet."""
+    the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet.
+
+    Where a cut is `early`, in place of the first: (the first length of each of the lane's requests, the lengths of the
+    block's home request)."""
     next_n = kernel.config.next_n
     lane = cute.arch.lane_idx()
     mine = lane * ((requests + Int32(31)) >> Int32(5))
@@ -119,6 +123,9 @@ def ask_ahead(
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
     if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
         page = ptx.load(table_entry(table, request, table_stride, column), Int32)
+    if cutlass.const_expr(is_early(kernel)):
+        own = schedule.raw_lengths(lens, request, next_n)
+        raw = (more_lengths(lens, requests, mine, raw, next_n), own)
     return raw, page
 
 
@@ -139,7 +146,7 @@ def stream_keys(
     capacity: Int32,
     block: Int32,
     blocks: Int32,
-    raw: Int32,
+    raw: Any,
     page: Int32,
 ) -> None:
     """The key warp: the block's tiles into the ring, each with its descriptor (request, tile, sequence), and the end.
@@ -151,6 +158,7 @@ def stream_keys(
     second = lane & Int32(1)
     policy = ptx.l2_policy("evict_first")
     source, target = page_views(kernel, shared, key_copy, key_pages)
+    gone = Int32(0)  # tiles of the batch that are sent already
     stage = Int32(0)
     phase = Int32(1)  # parity 1 passes on a fresh barrier
     sequence = Int32(-1)
@@ -174,10 +182,23 @@ def stream_keys(
         sequence = Int32(0)
         current = request
         within = place + (lane >> Int32(1)) * step
+        asked = raw
+        if cutlass.const_expr(is_early(kernel)):
+            asked, own = raw
+            gone = send_first(
+                kernel, shared, key_copy, source, target, own, page, request, place, pages, limit, skip, policy, lens
+            )
+            stage = gone
+            with cute.arch.elect_one():
+                init_orders(shared)
         each, mine, faults = homes.read_lengths(
-            lens, requests, limit, skip, shared.rest, lane, raw, kernel.config.next_n
+            lens, requests, limit, skip, shared.rest, lane, asked, kernel.config.next_n
         )
         total = scan.warp_sum(mine)
+        if cutlass.const_expr(is_early(kernel)):
+            homes.publish_prefix(shared.prefix, shared.rest, requests, each, mine, total, lane)
+            cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
+            score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
         tiles, half = schedule.prefix_word(shared.rest, request)
         rounds = homes.home_rounds(total, blocks, kernel.home_rounds)
         count = homes.homes_below(tiles - place, Int32(1), step, rounds, kernel.home_rounds)
@@ -191,6 +212,9 @@ def stream_keys(
         batch = (code, request, within, count, current, sequence, led, stage, phase, lane, policy)
         if cutlass.const_expr(hasattr(kernel, "send_batch")):
             current, sequence, stage, phase = send_batch(kernel, shared, key_copy, *batch)
+        elif cutlass.const_expr(is_early(kernel)):
+            current, sequence, stage, phase = send_each(kernel, shared, key_copy, source, target, *batch, gone)
+            gone = Int32(0)
         else:
             current, sequence, stage, phase = send_each(kernel, shared, key_copy, source, target, *batch)
         if waiting != Int32(0):
@@ -208,9 +232,11 @@ def stream_keys(
                 lane,
                 kernel.home_rounds,
                 getattr(shared, "over", None),
+                is_early(kernel),
             )
-            cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-            score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
+            if cutlass.const_expr(not is_early(kernel)):
+                cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
+                score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
             if faults > Int32(0) and block == Int32(0):
                 ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
             waiting = Int32(0)

@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, Uint32
 from keysieve.device import ptx, sync
 from keysieve.kernels import score_trace
 from keysieve.kernels.sm90_score_config import ORDERS
+from keysieve.kernels.sm90_score_early import is_early
 from keysieve.kernels.sm90_score_load import BAD_PAGE, PAGES_PER_TILE, copy_page, scale_words, spoil_scales
 
 
@@ -68,11 +69,12 @@ def send_each(
     phase: Int32,
     lane: Int32,
     policy: Int64,
+    gone: Any = 0,
 ) -> Any:
     """Send the first `count` tiles of a batch one by one; lanes 2 i and 2 i + 1 hold tile i's pages (`code`).
 
     request, within: the lane's tile. current, sequence: the request sent last and its number. stage, phase: of the next
-    place in the ring. Returns the four anew.
+    place in the ring. gone: tiles of the batch that are sent already. Returns the four anew.
     """
     begun = Int32(0)
     if cutlass.const_expr(getattr(kernel, "sends_alike", False)):
@@ -93,7 +95,11 @@ def send_each(
             phase,
             lane,
             policy,
+            gone,
         )
+    if cutlass.const_expr(is_early(kernel)):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if begun == Int32(0):
+            begun = gone
     for index in cutlass.range(begun, count, unroll=1):
         owner = cute.arch.shuffle_sync(request, index * Int32(2))
         tile = cute.arch.shuffle_sync(within, index * Int32(2))
@@ -129,6 +135,7 @@ def send_alike(
     phase: Int32,
     lane: Int32,
     policy: Int64,
+    gone: Any = 0,
 ) -> Any:
     """What `send_each` does, in half its instructions, for a batch of one request's tiles whose pages are all there.
 
@@ -144,7 +151,7 @@ def send_alike(
             sequence = sequence + Int32(1)
             order_queries(shared, sequence - led, owner)
         current = owner
-    for index in cutlass.range(sent, unroll=1):
+    for index in cutlass.range(gone, sent, unroll=1):
         first = index * Int32(PAGES_PER_TILE)
         tile = cute.arch.shuffle_sync(within, first)
         low = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(code, first))

@@ -33,6 +33,13 @@ def lengths() -> np.ndarray:
     return np.array([(n, m, s) for n in edges for m in (64, 2048, 131072, 2**26) for s in (0, 100, 2048)], np.int32)
 
 
+def firsts() -> np.ndarray:
+    """int32 [n, 3]: (largest usable length, tile, skip)."""
+    longest = [0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 2048, 2049, 131072, 2**26]
+    tiles = (0, 1, 2, 15, 16, 1023, 2046)
+    return np.array([(n, t, s) for n in longest for t in tiles for s in (0, 64, 128, 2048)], np.int32)
+
+
 def shares() -> np.ndarray:
     """int32 [n, 5]: (requests, block, blocks, tiles in all, tiles of the block's home request)."""
     rng = np.random.default_rng(5)
@@ -65,14 +72,16 @@ def run_shares(source: Int64, out: Int64, n: Int32) -> None:
 
 
 @cute.jit
-def run(source: Int64, out: Int64, n: Int32, ranges: cutlass.Constexpr[bool]) -> None:
+def run(source: Int64, out: Int64, n: Int32, rule: cutlass.Constexpr[str]) -> None:
     src = cute.make_ptr(Int32, source, cute.AddressSpace.generic, assumed_align=4)
     dst = cute.make_ptr(Int32, out, cute.AddressSpace.generic, assumed_align=4)
     for i in cutlass.range(n, unroll=1):
         a, b, c = (src + 3 * i).load(), (src + 3 * i + 1).load(), (src + 3 * i + 2).load()
         first, second = Int32(0), Int32(0)
-        if cutlass.const_expr(ranges):
+        if cutlass.const_expr(rule == "ranges"):
             first, second = schedule.block_range(a, b, c)
+        elif cutlass.const_expr(rule == "both"):
+            first = schedule.needs_both(a, b, c)
         else:
             first, second = schedule.tiles_and_half(schedule.usable_length(a, b), c)
         (dst + 2 * i).store(first)
@@ -81,9 +90,9 @@ def run(source: Int64, out: Int64, n: Int32, ranges: cutlass.Constexpr[bool]) ->
 
 def main() -> None:
     found = {}
-    for name, data, ranges in (("ranges", cuts(), True), ("tiles", lengths(), False)):
+    for name, data in (("ranges", cuts()), ("tiles", lengths()), ("both", firsts())):
         out = np.zeros((len(data), 2), dtype=np.int32)
-        compiled = cute.compile(run, Int64(0), Int64(0), Int32(0), ranges)
+        compiled = cute.compile(run, Int64(0), Int64(0), Int32(0), name)
         compiled(Int64(data.ctypes.data), Int64(out.ctypes.data), Int32(len(data)))
         found[name] = out
     data = shares()

@@ -49,6 +49,13 @@ def test_tiles_follow_the_contract(found: dict[str, np.ndarray]) -> None:
             assert half == pages % 2, (length, limit, skip)
 
 
+def test_a_tile_needs_both_pages_where_a_key_lies_in_the_second(found: dict[str, np.ndarray]) -> None:
+    """By the contract's tiles: a tile that exists needs both, but the last one of an odd number of pages."""
+    for (longest, tile, skip), (both, _) in zip(native.firsts().tolist(), found["both"].tolist(), strict=True):
+        tiles, pages = spec.request_tiles(longest, skip or None), -(-longest // spec.PAGE)
+        assert both == (tile < tiles and not (tile == tiles - 1 and pages % 2)), (longest, tile, skip)
+
+
 def test_home_tiles_follow_their_definition(found: dict[str, np.ndarray]) -> None:
     """Each number against what it stands for, counted out."""
     for case, got in zip(native.shares().tolist(), found["shares"].tolist(), strict=True):

@@ -299,6 +299,7 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         make_warp_uniform=lambda value: value,
         elected=lambda: here.lane == 0,
         sync_warp=lambda: here.meet(),
+        mbarrier_init=lambda _barriers, _arrivals: None,  # the block's are made with it
         mbarrier_arrive=lambda barriers: barriers.here.arrive(),
         mbarrier_arrive_and_expect_tx=lambda barriers, count: barriers.here.arrive(count),
         shuffle_sync_bfly=lambda value, distance: here.gather(value)[here.lane ^ distance],
@@ -386,6 +387,7 @@ PRODUCERS = (
     ("schedule.py", None),
     ("schedule_homes.py", None),
     ("sm90_score_load.py", None),
+    ("sm90_score_early.py", None),
     ("sm90_score_send.py", None),
     ("sm90_score_feed.py", None),
 )
