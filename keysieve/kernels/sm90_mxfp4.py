@@ -21,7 +21,7 @@ from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, writ
 from keysieve.kernels.sm90_mxfp4_rows import WideRows
 from keysieve.kernels.sm90_mxfp4_send import Pages, send_batch
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
-from keysieve.kernels.sm90_score_config import HOME_ROUNDS, PAGES_PER_TILE, ScoreConfig, ScoreShape, chunks_of
+from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
 from keysieve.kernels.sm90_score_load import Boxes
 from keysieve.kernels.sm90_score_math import consume
 from keysieve.spec import HEAD_DIM
@@ -123,7 +123,7 @@ class Mxfp4Kernel(ScoreKernel):
         if warp == self.query_warp:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.shape.stages):
-                    cute.arch.mbarrier_init(shared.landed + stage, PAGES_PER_TILE)
+                    cute.arch.mbarrier_init(shared.landed + stage, 1)
             cute.arch.mbarrier_init_fence()
             write_table(shared.table)
 
