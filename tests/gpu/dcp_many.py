@@ -46,6 +46,9 @@ STORAGE_DEVICE = 6
 
 EXCHANGE = ks.dcp.Exchange
 
+PATIENCE = 60.0
+"""Seconds in which a lost context is told, where processes take turns: beside twenty others it took 26."""
+
 
 class SharedBlocks:
     """Every rank's block, opened by all ranks of a group."""
@@ -126,7 +129,7 @@ def killed(world: int) -> None:
     if dist.get_rank() == world - 1:
         os._exit(0)
     one.call(site=11)
-    text = named(one, 2, f"source rank {world - 1}", "site 11", "round 1", within=20.0)  # processes take turns
+    text = named(one, 2, f"source rank {world - 1}", "site 11", "round 1", within=PATIENCE)
     give_up(dist.get_rank(), "killed", text)
 
 
@@ -137,7 +140,7 @@ def of_two(task: str) -> None:
         return exchange(*args, timeout=max(timeout, 2.0), **options)
 
     ks.dcp.Exchange = patient  # type: ignore[misc, assignment]  # in this process only
-    dcp_two_failing.named = functools.partial(named, within=20.0)
+    dcp_two_failing.named = functools.partial(named, within=PATIENCE)
     dcp_two.TASKS[task](dist.get_rank())
 
 
