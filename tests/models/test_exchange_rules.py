@@ -69,6 +69,7 @@ def test_blocks_of_a_row() -> None:
     assert shape_for(1, 4096, 132, 1216) == (1, 512, 2)
     assert [blocks(rows, 16_384, 1216) for rows in (1, 24, 25, 66, 67, 128)] == [4, 4, 2, 2, 1, 1]
     assert [blocks(rows, 65_536, 352) for rows in (1, 12, 13, 25, 67)] == [8, 8, 4, 2, None]
-    assert blocks(25, 65_536, 1216) is None
+    assert [shape_for(rows, 65_536, 132, 1216) for rows in (25, 66, 67)] == [(2, 1024, 4), (2, 1024, 4), None]
+    assert shape_for(25, 65_536, 132, 1216, given=True) is None, "by maxima"
     assert blocks(1, 1 << 19, 352) is None
     assert [blocks(rows, 4096, 1216) for rows in (132, 133, 512)] == [1, None, None]
