@@ -270,7 +270,7 @@ class Select:
             found, slot = stages.find_keys(base, words, count, k, bound, near, thread, rank, active, config)
             picks = base + Uint32(self.map.picks)
             listed = base + Uint32(self.map.groups)
-            policy = places.output_policy(k, length, config)
+            policy = places.output_policy(k, config)
             for index in cutlass.range(thread, found, config.threads, unroll=2):
                 unit = Int32(ptx.load_shared(picks + Uint32(index) * Uint32(4)))
                 group = first + (unit >> Int32(3))

@@ -22,9 +22,6 @@ KEPT_WORDS = 368640
 """Physical rows (four bytes each) that L2 is asked to keep: an eighth of the 11.25 MiB that an H200's driver sets aside
 for what is asked to stay, of which the scorer's results have the rest."""
 
-ROWS_BESIDE = 16384
-"""Most tile rows of results (288 bytes each) beside which physical rows are asked to stay."""
-
 
 @cute.jit
 def open_exchange(base: Uint32, thread: Int32, config: cutlass.Constexpr[SelectConfig]) -> None:
@@ -258,14 +255,13 @@ def store_kept(addr: Int64, value: Int32, policy: Int64, *, loc: Any = None, ip:
 
 
 @cute.jit
-def output_policy(k: Int32, length: Int32, config: cutlass.Constexpr[SelectConfig]) -> Int64:
+def output_policy(k: Int32, config: cutlass.Constexpr[SelectConfig]) -> Int64:
     """L2's policy for the physical rows behind a scorer: asked to stay where all of them fit beside the results that it
-    asks to stay, were all rows `length` long. The next kernel reads them, and the next step writes there: were they
-    written to memory in between, that would come between the keys; but so would results that they displace."""
+    asks to stay. The next kernel reads them, and the next step writes there: were they written to memory in between,
+    that would come between the keys."""
     blocks, _, _ = cute.arch.grid_dim()
-    few = Int32(blocks * (length >> Int32(7)) <= Int32(ROWS_BESIDE * config.cluster))
-    fits = few & Int32(blocks * k <= Int32(KEPT_WORDS * config.cluster))
-    return cutlass.select_(fits != Int32(0), ptx.l2_policy("evict_last"), ptx.l2_policy("evict_normal"))
+    fits = blocks * k <= Int32(KEPT_WORDS * config.cluster)
+    return cutlass.select_(fits, ptx.l2_policy("evict_last"), ptx.l2_policy("evict_normal"))
 
 
 @cute.jit
@@ -311,7 +307,7 @@ def write_all(
 ) -> None:
     """A short row: every key, then -1."""
     table_row = table_address(where)
-    policy = output_policy(k, length, config)
+    policy = output_policy(k, config)
     for slot in cutlass.range(thread, k, config.threads, unroll=4):
         position = slot
         if slot >= length:
