@@ -16,7 +16,13 @@ from keysieve.device import ptx, report, scan, sync
 from keysieve.kernels import exchange_lists as row_lists
 
 CLAIM_WORD = 63
-"""Word of the ticket array that a thread exchanges for 1 before it reports."""
+"""Word of the ticket array that says how far the report is; the thread that makes it CLAIMED reports."""
+
+CLAIMED, WRITTEN = 1, 2
+"""Somebody reports; the report is there, visible to the host. Memory begins as 0, and the claim only grows."""
+
+REPORT_NS = 50_000_000
+"""How long the others wait for the report before they trap all the same."""
 
 _BATCH = 2
 """Pairs of a thread whose loads are issued together."""
@@ -50,8 +56,8 @@ class Wait:
 def give_up(
     wait: Any, source: Uint32, expected: Uint32, seen: Uint32, stage: Uint32, their_call: Uint32, their_length: Uint32
 ) -> None:
-    """Report, if nobody else has, and trap."""
-    if ptx.atom_global(wait.claim, Uint32(1), "exch") == Uint32(0):
+    """Report, if nobody else has, and trap: not before the report is written, as a trap ends what others still do."""
+    if ptx.atom_global(wait.claim, Uint32(CLAIMED), "max") == Uint32(0):
         more = {
             report.WORD_CALL: wait.call,
             report.WORD_THEIR_CALL: their_call,
@@ -60,8 +66,12 @@ def give_up(
             report.WORD_TAG: wait.tag,
         }
         sync.write_report(wait.where, wait.rank, wait.row, source, expected, seen, stage, more)
+        ptx.atom_global(wait.claim, Uint32(WRITTEN), "max")
     else:
-        ptx.nano_sleep(Uint32(100000))  # the report is on its way
+        start = ptx.global_ns()  # a sleep may end at once, whatever its length
+        claim = Uint32(CLAIMED)
+        while claim != Uint32(WRITTEN) and ptx.global_ns() - start < Int64(REPORT_NS):
+            claim = ptx.atom_global(wait.claim, Uint32(CLAIMED), "max")
     ptx.trap()
 
 
