@@ -130,6 +130,77 @@ def ask_ahead(
 
 
 @cute.jit
+def send_tiles(
+    kernel: cutlass.Constexpr[Any], shared: Any, key_copy: Any, source: Any, target: Any, batch: Any, gone: Int32
+) -> Any:
+    """Send for a batch of tiles, in the way of the kernel. gone: how many of them are sent already where `early`."""
+    if cutlass.const_expr(hasattr(kernel, "send_batch")):
+        sent = send_batch(kernel, shared, key_copy, *batch)
+    elif cutlass.const_expr(is_early(kernel)):
+        sent = send_each(kernel, shared, key_copy, source, target, *batch, gone)
+    else:
+        sent = send_each(kernel, shared, key_copy, source, target, *batch)
+    return sent
+
+
+@cute.jit
+def publish_plan(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    requests: Int32,
+    each: Int32,
+    mine: Int32,
+    total: Int32,
+    count: Int32,
+    rounds: Int32,
+    block: Int32,
+    blocks: Int32,
+    lane: Int32,
+    faults: Int32,
+    flags: Int64,
+) -> Any:
+    """The plan of few requests for the block's other warps (a cut that is `early` has told them already), and faults
+    among the lengths for the host: the block's range of the tiles that are at home nowhere."""
+    cursor, last = homes.publish(
+        shared.prefix,
+        shared.rest,
+        requests,
+        each,
+        mine,
+        total,
+        count,
+        rounds,
+        block,
+        blocks,
+        lane,
+        kernel.home_rounds,
+        getattr(shared, "over", None),
+        is_early(kernel),
+    )
+    if cutlass.const_expr(not is_early(kernel)):
+        cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=kernel.shape.threads)
+        score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
+    if faults > Int32(0) and block == Int32(0):
+        ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
+    return cursor, last
+
+
+@cute.jit
+def end_ring(kernel: cutlass.Constexpr[Any], shared: Any, stage: Int32, phase: Int32) -> None:
+    """A descriptor without a request for each group of consumers: there are no more tiles."""
+    for _group in cutlass.range(kernel.shape.groups, unroll=1):
+        sync.wait_barrier(shared.key_empty + stage, phase)
+        with cute.arch.elect_one():
+            where = shared.descriptors + Uint32(stage) * Uint32(16)
+            ptx.store_shared(where, Uint32(Int32(NO_REQUEST)))
+            cute.arch.mbarrier_arrive(shared.key_full + stage)
+        stage = stage + Int32(1)
+        if stage == Int32(kernel.shape.stages):
+            stage = Int32(0)
+            phase = phase ^ Int32(1)
+
+
+@cute.jit
 def stream_keys(
     kernel: cutlass.Constexpr[Any],
     shared: Any,
@@ -210,35 +281,12 @@ def stream_keys(
     while more != Int32(0):
         code = page_code(page, needed, pages, flags)
         batch = (code, request, within, count, current, sequence, led, stage, phase, lane, policy)
-        if cutlass.const_expr(hasattr(kernel, "send_batch")):
-            current, sequence, stage, phase = send_batch(kernel, shared, key_copy, *batch)
-        elif cutlass.const_expr(is_early(kernel)):
-            current, sequence, stage, phase = send_each(kernel, shared, key_copy, source, target, *batch, gone)
-            gone = Int32(0)
-        else:
-            current, sequence, stage, phase = send_each(kernel, shared, key_copy, source, target, *batch)
+        current, sequence, stage, phase = send_tiles(kernel, shared, key_copy, source, target, batch, gone)
+        gone = Int32(0)
         if waiting != Int32(0):
-            cursor, last = homes.publish(
-                shared.prefix,
-                shared.rest,
-                requests,
-                each,
-                mine,
-                total,
-                count,
-                rounds,
-                block,
-                blocks,
-                lane,
-                kernel.home_rounds,
-                getattr(shared, "over", None),
-                is_early(kernel),
+            cursor, last = publish_plan(
+                kernel, shared, requests, each, mine, total, count, rounds, block, blocks, lane, faults, flags
             )
-            if cutlass.const_expr(not is_early(kernel)):
-                cute.arch.barrier_arrive(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
-                score_trace.mark(kernel, shared, score_trace.PLANNED, lane >= Int32(0))
-            if faults > Int32(0) and block == Int32(0):
-                ptx.red_global(flags, Uint32(1 << schedule.FLAG_BAD_LENGTH), "or")
             waiting = Int32(0)
         start = cursor
         end = homes.least(last, cursor + Int32(BATCH))
@@ -251,16 +299,7 @@ def stream_keys(
                 shared, rest, table, table_stride, requests, start + (lane >> Int32(1)), end, second, near
             )
     order_queries(shared, sequence + Int32(1) - led, Int32(NO_REQUEST))
-    for _group in cutlass.range(shape.groups, unroll=1):
-        sync.wait_barrier(shared.key_empty + stage, phase)
-        with cute.arch.elect_one():
-            where = shared.descriptors + Uint32(stage) * Uint32(16)
-            ptx.store_shared(where, Uint32(Int32(NO_REQUEST)))
-            cute.arch.mbarrier_arrive(shared.key_full + stage)
-        stage = stage + Int32(1)
-        if stage == Int32(shape.stages):
-            stage = Int32(0)
-            phase = phase ^ Int32(1)
+    end_ring(kernel, shared, stage, phase)
 
 
 @cute.jit
