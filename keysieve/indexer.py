@@ -43,8 +43,9 @@ _MAX_SITE = (1 << 16) - 1
 class DecodeIndexer:
     """The whole step: for every query row the exact top-k keys, as physical rows of the attention KV cache.
 
-    One object serves all layers of a model. Its buffers are allocated here, never in a step. Threads that call one
-    object take turns. It cannot be copied or pickled.
+    One object serves all layers of a model. Its buffers are allocated here, never in a step (a graph that the driver
+    makes of an eager step that comes back is its own: docs/step.md). Threads that call one object take turns. It cannot
+    be copied or pickled.
 
     Args:
         spec: the model's indexer.

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 
 from keysieve.checks import warn_caller
-from keysieve.driver import Driver, DriverError, driver
+from keysieve.driver import Driver, driver
 from keysieve.prepared import prepare
 
 
@@ -118,8 +118,8 @@ class Launches:
             with _preparing:
                 stream = _capture_stream(found, index)
                 return prepare(found, single, self.function, names, given, aligned, stream, _capturing)
-        except (DriverError, LaunchError) as error:
-            self.unprepared, self.failed = str(error), True
+        except Exception as error:  # whatever it is: this step has been launched, and those after it need no graph
+            self.unprepared, self.failed = str(error) or type(error).__name__, True
             return None  # launched as before
 
     def tell(self) -> None:

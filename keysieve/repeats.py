@@ -289,9 +289,11 @@ class _Warming:
             return
         form = self._form()
         if form is not None:
+            form.launch_by(self._launches.function)  # first: whatever comes of it, a form is prepared once
             aligned = tuple(form.relaunch.alignment if name in ("query", "cache") else 2 for name in ADDRESSES)
             made = self._launches.prepared(args[: len(ADDRESSES)], aligned, form.relaunch.index)
-            form.launch_by(self._launches.function if made is None else made)
+            if made is not None:
+                form.launch_by(made)
             self._launches.tell()
 
 

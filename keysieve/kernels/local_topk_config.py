@@ -41,7 +41,7 @@ SIFTED = 2048
 
 
 SIFTED_N = 512
-"""Largest N for which two blocks of eight vectors a thread are used."""
+"""Largest N for which two blocks of eight vectors a thread are considered, behind two of 1,024 threads."""
 
 
 @dataclass(frozen=True)

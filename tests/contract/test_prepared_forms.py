@@ -93,17 +93,23 @@ def test_where_nothing_can_be_prepared_it_goes_on_as_before(device: Device, prep
 
 
 class NoStream:
-    """A driver that cannot make a stream."""
+    """A driver that cannot make a stream, for this reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
 
     def new_stream(self) -> int:
-        raise DriverError("cuStreamCreate failed with 2")
+        raise self.reason
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_preparation_that_fails_is_told_once(device: Device, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
-    """At the caller's line; not where no graph was to be expected. Steps go on."""
+@pytest.mark.parametrize("reason", [DriverError, ValueError, MemoryError])
+def test_a_preparation_that_fails_is_told_once(
+    device: Device, monkeypatch: pytest.MonkeyPatch, early: bool, reason: type[Exception]
+) -> None:
+    """At the caller's line; not where no graph was to be expected. Steps go on, whatever the reason."""
     monkeypatch.setattr(repeats, "PREPARED_AFTER", 2)
-    monkeypatch.setattr(relaunch, "driver", NoStream)
+    monkeypatch.setattr(relaunch, "driver", lambda: NoStream(reason("cuStreamCreate failed with 2")))
     monkeypatch.setattr(relaunch, "_capture_streams", {})
     indexer = build(early_release=early)
     with warnings.catch_warnings(record=True) as told:
