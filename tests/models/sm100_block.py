@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from sm100_source import ByNumber, Lanes, Warp, bf16, device_code, f32, methods, producer_code
+from sm100_numbers import bf16, f32
+from sm100_source import ByNumber, Lanes, Warp, device_code, methods, producer_code
 from sm100_unit import DEADLINE, E2M1, Barrier, Barriers, NamedBarrier, Unit, e4m3, ue8m0
 
 import keysieve as ks
