@@ -12,7 +12,7 @@ from keysieve.check.exchanges import Exchanges
 from keysieve.check.replays import Replays
 from keysieve.check.selections import Rows, Shards
 from keysieve.check.steps import Scores, Steps
-from keysieve.check.trial import Mismatch, Scope, Stage
+from keysieve.check.trial import Mismatch, Scope, Stage, filled_memory
 from keysieve.check.writers import Queries, Writers
 
 STAGES: tuple[Stage[Any], ...] = (Writers(), Queries(), Scores(), Rows(), Steps(), Replays(), Shards(), Exchanges())
@@ -69,7 +69,8 @@ class Finding:
 def attempt(stage: Stage[Any], trial: Any, scope: Scope) -> Finding | None:
     """None if the trial passes, else what went wrong: a mismatch, or an exception nobody expected."""
     try:
-        stage.run(trial, scope)
+        with filled_memory(scope):
+            stage.run(trial, scope)
     except Mismatch as mismatch:
         return Finding("Mismatch", str(mismatch))
     except Exception as error:  # any exception on a valid case is a finding: it is reported, not handled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -65,6 +66,34 @@ class Stage(Protocol[T]):
 def generators(seed: int) -> tuple[random.Random, torch.Generator]:
     """Python's and torch's random numbers of one case."""
     return random.Random(seed), torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def filled_memory(scope: Scope) -> Iterator[None]:
+    """On the CPU, memory that torch takes inside holds NaN, or an integer's largest value, until it is written.
+
+    A value that the checked code forgot to write is then the same one in every run, and never a right one: left as the
+    allocator gives it, it can be right by chance (a place of -1 where -1 stood before), so that a case that failed
+    would pass when its seed is replayed. Uses torch's own ``torch.utils.deterministic.fill_uninitialized_memory``.
+
+    Not on a GPU: the fills would be captured into the graphs under test and clean their buffers at every replay.
+    """
+    if scope.device.type != "cpu":
+        yield
+        return
+    memory: Any = torch.utils.deterministic  # a module whose setting is a property: torch does not type it
+    filling = memory.fill_uninitialized_memory
+    asked, only_warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    memory.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=only_warned)
+        memory.fill_uninitialized_memory = filling
 
 
 def storage_of(tensor: torch.Tensor) -> NDArray[Any]:
