@@ -64,12 +64,14 @@ def score(
     """
     step = check_step(spec, query, cache, weights, seq_lens, index_table)
     width = check_max_len(max_len)
-    backend = resolve(spec, next_n=step.next_n, device=step.codes.device, cache=cache)
+    compiled = torch.compiler.is_compiling()  # then the operator asks when it runs: a device's answers are not traced
+    if not compiled:
+        backend = resolve(spec, next_n=step.next_n, device=step.codes.device, cache=cache)
     if out is not None:
         if width is None:
             refuse("max_len", got=None, accepted="an int when out is given", remedy="Pass out.shape[1].")
         check_output("out", out, (step.rows, width), step.codes.device, torch.bfloat16)
-    if not torch.compiler.is_compiling():
+    if not compiled:
         return backend.score(step, width, out)
     if width is None:
         refuse("max_len", got=None, accepted="an int under torch.compile", remedy="Pass the width of the result.")
@@ -118,13 +120,15 @@ def topk(
     """
     call = check_topk(logits, lengths, k, kv_table, kv_page, block_rows, row_request)
     rows, device = logits.shape[0], logits.device
-    backend = load(name_for("auto", device))
+    compiled = torch.compiler.is_compiling()  # as in score
+    if not compiled:
+        backend = load(name_for("auto", device))
     if out is not None:
         check_output("out", out, (rows, k), device)
     if counts is not None:
         check_output("counts", counts, (rows,), device)
     check_apart(out=out, counts=counts)
-    if not torch.compiler.is_compiling():
+    if not compiled:
         return backend.topk(call, out, counts)
     chosen = lengths.new_empty((rows, k), dtype=torch.int32) if out is None else out
     number = lengths.new_empty((rows,), dtype=torch.int32) if counts is None else counts

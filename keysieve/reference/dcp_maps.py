@@ -71,7 +71,8 @@ def local_seq_lens(
         int32, the shape of ``seq_lens``.
     """
     check_sharding(world, rank, interleave)
-    if not isinstance(seq_lens, torch.Tensor) or seq_lens.is_floating_point() or seq_lens.dtype == torch.bool:
+    kind = seq_lens.dtype if isinstance(seq_lens, torch.Tensor) else torch.bool
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         refuse("seq_lens", got=repr(seq_lens)[:80], accepted="an integer tensor", remedy="Pass int32 lengths.")
     local = _local_lens(seq_lens, world, rank, interleave)
     if out is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import keysieve as ks
-from keysieve import IndexerSpec, Selection
+from keysieve import IndexerSpec, Selection, api, backends
 from keysieve.dcp.base import ContextParallel, Winners
 from keysieve.testing import Case, assert_bitwise_equal, random_case
 
@@ -132,6 +132,32 @@ def test_score_and_topk_are_operators_too(key_format: str) -> None:
     for got, want in zip(torch.compile(both, fullgraph=True, backend=graphs)(*args), both(*args), strict=True):
         assert_bitwise_equal(got, want)
     assert graphs.operators() == ["keysieve.score.default", "keysieve.topk.default", "keysieve.topk.default"]
+
+
+def test_a_device_is_asked_what_it_can_when_a_compiled_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it is traced: a GPU's backend looks at the cache's address, and a traced tensor has none."""
+    case = case_of("fp8_fp32")
+    cache = case.index_cache()
+
+    def looks(spec: IndexerSpec, *, cache: Any = None, **options: Any) -> Any:
+        if cache is not None and cache.data.data_ptr() % 16:
+            raise AssertionError
+        return backends.resolve(spec, cache=cache, **options)
+
+    def by_address(backend: str, device: torch.device) -> str:
+        assert case.index_table.data_ptr() % 4 == 0
+        return backends.name_for(backend, device)
+
+    monkeypatch.setattr(api, "resolve", looks)
+    monkeypatch.setattr(api, "name_for", by_address)
+
+    def both(weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = ks.score(case.spec, case.query, cache, weights, case.seq_lens, case.index_table, 256)
+        return (logits, *ks.topk(logits, case.seq_lens, 48))
+
+    want = both(case.weights)
+    for got, wanted in zip(torch.compile(both, fullgraph=True, backend="eager")(case.weights), want, strict=True):
+        assert_bitwise_equal(got, wanted)
 
 
 def test_score_without_a_width_is_refused_under_compile() -> None:

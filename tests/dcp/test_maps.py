@@ -90,8 +90,9 @@ def test_impossible_shardings_are_refused(world: int, rank: int, interleave: int
 
 
 def test_lengths_that_are_no_integers_are_refused() -> None:
-    with pytest.raises(ks.KeysieveError, match="seq_lens"):
-        local_seq_lens(torch.tensor([1.5]), 2, 0)
+    for lens in (torch.tensor([1.5]), torch.tensor([3 + 0j]), torch.tensor([True]), [3]):
+        with pytest.raises(ks.KeysieveError, match="seq_lens"):
+            local_seq_lens(lens, 2, 0)  # type: ignore[arg-type]  # a list is one of them
     for out in (torch.zeros(3, dtype=torch.int32), torch.zeros(2), [1, 2]):
         with pytest.raises(ks.KeysieveError, match="out: got"):
             local_seq_lens(torch.tensor([1, 2]), 2, 0, out=out)  # type: ignore[arg-type]  # a list is the point
