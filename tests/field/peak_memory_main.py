@@ -6,17 +6,12 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 
 import torch
 
 import keysieve as ks
-
-
-def peak_bytes() -> int:
-    """The largest resident size this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from keysieve.bench.cpu import peak_bytes  # not getrusage's figure, which a process inherits from the one that forks it
 
 
 def main() -> None:
