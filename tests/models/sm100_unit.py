@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class Barrier:
 
     changed = threading.Condition()
     given_up = False
+    waits: ClassVar[dict[int, tuple[Barrier, int]]] = {}
+    """What each waiting thread waits for: a barrier, and a parity."""
 
     def __init__(self, count: int) -> None:
         self.count = self.pending = count
@@ -78,11 +81,22 @@ class Barrier:
             self.pending = self.count
             Barrier.changed.notify_all()
 
+    def passes(self, parity: int) -> bool:
+        return self.phase & 1 != parity & 1
+
     def wait(self, parity: int) -> None:
         with Barrier.changed:
-            done = Barrier.changed.wait_for(lambda: Barrier.given_up or self.phase & 1 != parity & 1, DEADLINE)
+            Barrier.waits[threading.get_ident()] = self, parity
+            done = Barrier.changed.wait_for(lambda: Barrier.given_up or self.passes(parity), DEADLINE)
+            del Barrier.waits[threading.get_ident()]
             if not done or Barrier.given_up:
                 raise TimeoutError(f"barrier in phase {self.phase}, waited for parity {parity}")
+
+    @classmethod
+    def stuck(cls) -> int:
+        """How many threads wait for a phase that has not come; one that has yet to wake up does not."""
+        with cls.changed:
+            return sum(not barrier.passes(parity) for barrier, parity in cls.waits.values())
 
     @classmethod
     def give_up(cls) -> None:

@@ -38,7 +38,8 @@ class Ring:
         self.names["place_tile"] = self.place
         self.there: dict[int, int] = {}  # tile by place, as copies bring them
         self.placed: dict[int, int] = {}
-        self.moves = 0
+        self.others = 0
+        self.held = threading.Event()
         self.shared = SimpleNamespace(
             descriptors=self.unit.origin,
             key_full=Barriers(tuple(Barrier(1) for _ in range(stages))),
@@ -47,7 +48,6 @@ class Ring:
         )
 
     def place(self, _shared: Any, stage: int, *_rest: Any) -> None:
-        self.moves += 1
         self.placed[stage] = self.there.get(stage, -1)
 
     def scale_warp(self, turn: int) -> None:
@@ -56,37 +56,39 @@ class Ring:
         self.names["place_tiles"](kernel, self.shared, turn)
 
     def send(self) -> None:
-        held = threading.Thread(target=self.land_late)
         for number in range(self.tiles + self.groups):
             stage, lap = number % self.stages, number // self.stages
             (self.shared.key_empty + stage).here.wait(lap & 1 ^ 1)
             owner = number if number < self.tiles else NO_REQUEST
             self.names["ptx"].store_shared(self.shared.descriptors + 16 * stage, owner)
             if number == self.late:
-                held.start()
+                self.held.set()
             else:
                 self.land(number)
-        if self.late >= 0:
-            held.join()
 
     def land(self, number: int) -> None:
         self.there[number % self.stages] = number
         (self.shared.key_full + number % self.stages).here.arrive()
 
     def land_late(self) -> None:
-        """When nothing else moves any more."""
-        seen = -1
-        while seen != self.moves:
-            seen = self.moves
-            time.sleep(0.05)
+        """When all others that have not ended wait for a phase that does not come: not after a time, in which they may
+        have stood still."""
+        while not self.at_rest():
+            if Barrier.given_up:
+                return
+            time.sleep(0.001)
         self.land(self.late)
+
+    def at_rest(self) -> bool:
+        """The late tile has been sent, and nothing else can move."""
+        with Barrier.changed:
+            return self.held.is_set() and Barrier.stuck() >= self.others
 
     def take(self, group: int) -> None:
         for number in range(group, self.tiles, self.groups):
             stage, lap = number % self.stages, number // self.stages
             (self.shared.landed + stage).here.wait(lap & 1)
             assert self.placed.get(stage) == number, f"tile {number} was taken before its scales were placed"
-            self.moves += 1
             (self.shared.key_empty + stage).here.arrive()
 
     def run(self) -> None:
@@ -98,9 +100,15 @@ class Ring:
             except BaseException as failure:
                 failures.append(failure)
                 Barrier.give_up()
+            finally:
+                with Barrier.changed:
+                    self.others -= 1
 
         jobs: list[Any] = [(self.send,), *((self.scale_warp, turn) for turn in range(2))]
         jobs += [(self.take, group) for group in range(self.groups)]
+        self.others = len(jobs)
+        if self.late >= 0:
+            jobs.append((self.land_late,))
         threads = [threading.Thread(target=guarded, args=job) for job in jobs]
         for thread in threads:
             thread.start()
