@@ -243,7 +243,7 @@ def draw(measured: Measurements, folder: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite both READMEs' tables and the pictures; with --check only say whether the tables are current."""
-    parser = argparse.ArgumentParser(prog="keysieve bench figures", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="keysieve bench figures", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(), help="a checkout of keysieve (default: here)")
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a table is not current")
     args = parser.parse_args(argv)

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     known = {stage.name: stage for stage in STAGES}
     if args.stage == "help":
         for stage in STAGES:
-            print(f"{stage.name:10} {(type(stage).__doc__ or '').splitlines()[0]}")
+            text, _, _ = (type(stage).__doc__ or "").partition("\n")  # none under python -OO
+            print(f"{stage.name:10} {text}")
         return 0
     for name in (args.stage or "").split(",") if args.stage else ():
         require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from keysieve import IndexerSpec, supports
+from keysieve.bench import figures
 from keysieve.check import devices, steps
 from keysieve.check.runner import STAGES
 from keysieve.check.trial import Scope
@@ -37,6 +38,18 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             assert stop.value.code == 0
     assert run("bench", "--help") == 0
     assert "cpu" in capsys.readouterr().out
+
+
+def test_help_needs_no_docstrings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python run with -OO has none."""
+    for stage in STAGES:
+        monkeypatch.setattr(type(stage), "__doc__", None)
+    monkeypatch.setattr(figures, "__doc__", None)
+    assert run("check", "--stage", "help") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [stage.name for stage in STAGES]
+    with pytest.raises(SystemExit) as ended:
+        figures.main(["--help"])
+    assert ended.value.code == 0
 
 
 def test_check_reports_counts_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
