@@ -283,10 +283,12 @@ class _Warming:
 
     def __call__(self, *args: int) -> None:
         self._launches.function(*args)
-        self._left -= 1
-        if self._left or capturing():
-            self._left = max(self._left, 1)
+        if self._left > 1:
+            self._left -= 1
             return
+        if not self._left or capturing():  # 0: prepared, by a thread that this one waited for
+            return
+        self._left = 0
         form = self._form()
         if form is not None:
             form.launch_by(self._launches.function)  # first: whatever comes of it, a form is prepared once
@@ -294,7 +296,16 @@ class _Warming:
             made = self._launches.prepared(args[: len(ADDRESSES)], aligned, form.relaunch.index)
             if made is not None:
                 form.launch_by(made)
+            if self._launches.failed:
+                self._tell(form.relaunch.lock)
+
+    def _tell(self, lock: threading.Lock) -> None:
+        """Warn without the lock that the caller holds: what shows warnings may take a step. This one is launched."""
+        try:
+            lock.release()
             self._launches.tell()
+        finally:
+            lock.acquire()
 
 
 def known_call(
