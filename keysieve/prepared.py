@@ -194,8 +194,10 @@ class Block:
 
     def remap(self, i: int, address: int) -> bool:
         """Put an address into a tensor map; True if the driver refuses."""
+        self.mapped[i] = -1  # whatever ends this, also a signal's handler after the driver has written
         failed = bool(self._driver.readdress(self._maps[i], ctypes.c_void_p(address)))
-        self.mapped[i] = -1 if failed else address
+        if not failed:
+            self.mapped[i] = address
         return failed
 
     def values(self) -> list[tuple[bytes, ...]]:

@@ -194,6 +194,31 @@ def test_what_the_driver_refuses_the_host_functions_launch(refused: str) -> None
     assert fake.started[0][1][0][1][1] == hidden(others(3)[1])
 
 
+def test_an_interrupt_after_the_driver_has_put_an_address_into_a_map_is_no_stale_map(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C between the driver's write and the note of it: the address that stood there before is written again."""
+    kernels = Kernels(score_hidden, select)
+    prepared, fake = kernels.prepare(), kernels.fake
+    prepared(*others(3), 9)
+    put = fake.readdress
+
+    def interrupted(*given: Any) -> int:
+        put(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "readdress", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(*others(4), 9)
+    fake.started.clear()
+    prepared(*others(3), 9)
+    assert [(f, read(values)) for f, values in fake.started[0][1]] == [
+        meant(score_hidden(*others(3), 9)),
+        meant(select(*others(3), 9)),
+    ]
+
+
 def test_a_graph_stands_for_nothing_under_capture_or_on_an_unusual_stream() -> None:
     kernels = Kernels(score, select)
     prepared, fake = kernels.prepare(), kernels.fake
