@@ -19,7 +19,8 @@ from typing import ClassVar
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-DEADLINE = 30.0
+DEADLINE = 120.0
+"""Seconds that a wait may last: against hangs alone, and far beyond what a slow machine needs for a whole block."""
 
 
 def e4m3(codes: np.ndarray) -> np.ndarray:
