@@ -188,26 +188,27 @@ class DecodeIndexer:
                 written.
             ExchangeError: with ``dcp``: peers made another call, did not answer in time, or an earlier call failed.
         """
-        if self.dcp is not None:
-            self.dcp.raise_failure()
-        if not _traced() and site.__class__ is int and 0 <= site <= _MAX_SITE:
-            for known in self._known:
-                result = known.repeat(
-                    query,
-                    cache,
-                    weights,
-                    seq_lens,
-                    index_table,
-                    kv_table,
-                    kv_page,
-                    block_rows,
-                    positions,
-                    out,
-                    counts,
-                    site,
-                )
-                if result is not None:
-                    return result
+        if not _traced():
+            if self.dcp is not None:
+                self.dcp.raise_failure()
+            if site.__class__ is int and 0 <= site <= _MAX_SITE:
+                for known in self._known:
+                    result = known.repeat(
+                        query,
+                        cache,
+                        weights,
+                        seq_lens,
+                        index_table,
+                        kv_table,
+                        kv_page,
+                        block_rows,
+                        positions,
+                        out,
+                        counts,
+                        site,
+                    )
+                    if result is not None:
+                        return result
         way = self._compiled if torch.compiler.is_compiling() else self._checked
         return way(
             query, cache, weights, seq_lens, index_table, kv_table, kv_page, block_rows, positions, out, counts, site

@@ -99,6 +99,19 @@ def test_a_call_cut_off_between_its_launches_is_the_last(device: Device) -> None
         call(indexer, arguments())
 
 
+def test_a_compiled_caller_keeps_the_step_and_hears_of_failures(device: Device) -> None:
+    """torch.compile(fullgraph): whether a merge has reported is looked at when the operator runs."""
+    (one, indexer), _ = ranks()
+    torch.compiler.reset()
+    layer = torch.compile(lambda inputs: call(indexer, inputs).rows, backend="eager", fullgraph=True)
+    for calls in (1, 2, 3):
+        layer(arguments())
+        assert (one.calls, len(device.launched)) == (calls, 3 * calls)
+    one.withdraw()
+    with pytest.raises(ExchangeError, match="left out a call"):
+        layer(arguments())
+
+
 @pytest.mark.usefixtures("device")
 def test_building_an_indexer_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from keysieve.dcp import exchange
