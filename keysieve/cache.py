@@ -66,9 +66,8 @@ def key_plane(fmt: KeyFormat, data: torch.Tensor) -> torch.Tensor:
 
 def scale_plane(fmt: KeyFormat, data: torch.Tensor) -> torch.Tensor:
     """View of a pool's scale words as bytes: uint8 [pages, 64, 4], page stride as in ``data``."""
-    offset = data.storage_offset() + fmt.scale_offset
-    shape = (data.shape[0], PAGE, fmt.scale_bytes)
-    return data.as_strided(shape, (data.stride(0), fmt.scale_bytes, 1), offset)
+    pages = data.as_strided((data.shape[0], fmt.page_bytes), (data.stride(0), 1))
+    return pages[:, fmt.scale_offset :].view(data.shape[0], PAGE, fmt.scale_bytes)
 
 
 def _check_pool(spec: IndexerSpec, data: torch.Tensor) -> torch.Tensor:
@@ -84,11 +83,18 @@ def _check_pool(spec: IndexerSpec, data: torch.Tensor) -> torch.Tensor:
         accepted = f"a multiple of {ALIGNMENT} bytes, at least the {fmt.page_bytes} bytes of a page"
         remedy = "Pad the bytes between pages to a multiple of 16."
         refuse("tensor.stride(0)", got=stride, accepted=accepted, remedy=remedy)
+    _check_address(data)
+    return data
+
+
+def _check_address(data: torch.Tensor) -> None:
+    """Refuse a pool that does not begin at a multiple of 16 bytes."""
+    if torch.compiler.is_compiling():  # tensors without addresses; the operators wrap them again when they run
+        return
     if data.shape[0] and data.data_ptr() % ALIGNMENT:
         accepted = f"a multiple of {ALIGNMENT} bytes"
         remedy = "Start the view at a 16-byte boundary, or copy the pool into one from IndexCache.empty."
         refuse("tensor address", got=f"{data.data_ptr() % ALIGNMENT} mod {ALIGNMENT}", accepted=accepted, remedy=remedy)
-    return data
 
 
 def _rebuilt(
@@ -311,4 +317,5 @@ def require_cache(spec: IndexerSpec, cache: object, device: torch.device | None 
     if device is not None and cache.device != device:
         remedy = "Keep the cache on the indexer's device."
         refuse("cache", got=f"on {cache.device}", accepted=f"on {device}", remedy=remedy)
+    _check_address(cache.data)  # not looked at where the cache was made while torch.compile traced
     return cache

@@ -214,6 +214,25 @@ def test_a_script_of_both_libraries_runs_by_its_imports_alone() -> None:
     torch.testing.assert_close(slots, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_compiled_script_is_one_graph() -> None:
+    torch.manual_seed(3)
+    spec = ks.IndexerSpec(32, 64, "fp8_fp32", numerics="fp32")
+    cache = ks.IndexCache.empty(spec, pages=10)
+    cache.append(torch.randn(640, 128), torch.arange(640))
+    q, scale = ks.quantize_query(spec, torch.randn(1, 32, 128))
+    weights = ks.fold_weights(torch.randn(1, 32), scale, 0.1)
+    lens, table = torch.tensor([600], dtype=torch.int32), torch.randperm(10).view(1, 10).int()
+
+    def script(pool: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        logits = deep_gemm.fp8_paged_mqa_logits(q[:, None], pool, weights, lens.view(-1, 1), table, None, 640)
+        return flashinfer.top_k_page_table_transform(logits, table, lens, 64, page_size=64)
+
+    pool = cache.data.view(-1, 64, 1, 132)
+    got = torch.compile(script, fullgraph=True, backend="eager")(pool, weights)
+    torch.testing.assert_close(got, script(pool, weights), rtol=0, atol=0)
+
+
 def pair_of(change: dict[str, Any]) -> dict[str, Any]:
     return {"q": (change["q"], None)} if "q" in change else change
 

@@ -160,6 +160,42 @@ def test_a_device_is_asked_what_it_can_when_a_compiled_call_runs(monkeypatch: py
         assert_bitwise_equal(got, wanted)
 
 
+@FORMATS
+def test_a_cache_may_be_made_in_what_is_compiled(key_format: str) -> None:
+    """Around an engine's own pool, in each call; its address is judged when the operators run."""
+    case = case_of(key_format)
+    indexer = ks.DecodeIndexer(case.spec, max_rows=4, max_context=512, next_n=2, device="cpu")
+
+    def layer(pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cache = ks.IndexCache(case.spec, pool)
+        logits = ks.score(case.spec, case.query, cache, case.weights, case.seq_lens, case.index_table, 256)
+        return (logits, indexer(case.query, cache, case.weights, case.seq_lens, case.index_table).rows)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    room = torch.empty(case.cache.untyped_storage().nbytes() + 64, dtype=torch.uint8)
+    for start in (0, 16):
+        pool = room[start:].as_strided(case.cache.shape, case.cache.stride()).copy_(case.cache)
+        for got, want in zip(compiled(pool), layer(pool), strict=True):
+            assert_bitwise_equal(got, want)
+    odd = room[3:].as_strided(case.cache.shape, case.cache.stride())
+    for way in (layer, compiled):
+        with pytest.raises(ks.KeysieveError, match="tensor address: got 3 mod 16"):
+            way(odd)
+
+
+def test_a_cache_that_left_a_compiled_function_is_judged_by_its_address() -> None:
+    case = case_of("fp8_fp32")
+    room = torch.zeros(case.cache.untyped_storage().nbytes() + 64, dtype=torch.uint8)
+    odd = room[3:].as_strided(case.cache.shape, case.cache.stride())
+
+    def wrap(pool: torch.Tensor) -> tuple[ks.IndexCache, torch.Tensor]:
+        return ks.IndexCache(case.spec, pool), pool + 1
+
+    cache, _ = torch.compile(wrap, fullgraph=True, backend="eager")(odd)
+    with pytest.raises(ks.KeysieveError, match="tensor address: got 3 mod 16"):
+        ks.score(case.spec, case.query, cache, case.weights, case.seq_lens, case.index_table, 256)
+
+
 def test_score_without_a_width_is_refused_under_compile() -> None:
     case = case_of("fp8_fp32")
     cache = case.index_cache()
