@@ -24,9 +24,11 @@ def test_committed_measurements_are_shown(show: str, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_ends_quietly() -> None:
-    """`keysieve bench table ... | true`: the pipe closes before anything is written; no traceback."""
+    """`keysieve bench table ... | true`: the pipe is closed, which is waited for, before anything is written to it; no
+    traceback."""
     show = f"main(['bench', 'table', {FILES[0]!r}])"
-    code = f"import sys, time; time.sleep(0.5); from keysieve.cli.main import main; sys.exit({show})"
+    closed = "pipe = select.poll(); pipe.register(1, 0); assert pipe.poll(60_000) == [(1, select.POLLERR)]"
+    code = f"import select, sys; {closed}; from keysieve.cli.main import main; sys.exit({show})"
     pipe = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
     environment = {**os.environ, "CODE": code}
     done = subprocess.run(
