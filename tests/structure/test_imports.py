@@ -135,11 +135,12 @@ def test_kernels_import_only_the_dsl_and_leaves() -> None:
 
 
 def test_import_is_light() -> None:
-    """No DSL, no drawing or model library, no CUDA context, and under a second beyond torch itself."""
+    """No DSL, no drawing or model library, no CUDA context, and under a second beyond torch itself: of the processor's
+    time, which is not longer where other processes want it too."""
     code = (
         "import time, sys, torch\n"
         "before = set(sys.modules)\n"
-        "start = time.perf_counter(); import keysieve; spent = time.perf_counter() - start\n"
+        "start = time.process_time(); import keysieve; spent = time.process_time() - start\n"
         "heavy = {'cutlass', 'cuda', 'tvm_ffi', 'transformers', 'matplotlib', 'rich'} & (set(sys.modules) - before)\n"
         "assert not heavy, heavy\n"
         "assert not torch.cuda.is_initialized()\n"
