@@ -266,7 +266,11 @@ def ours(argument: int | str, addresses: set[int]) -> bool:
     return isinstance(argument, str) or argument < 4096 or argument in addresses
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],  # this list is the whole one
+)
 @given(
     steps=st.lists(
         st.tuples(
