@@ -111,10 +111,15 @@ class PatchedIndexer:
                 remedy="Only indexers that keep their keys in a transformers cache can be patched.",
             )
         self._cache_name = names[0]
-        module.forward = self._forward
+
+    def install(self) -> None:
+        """Take the module's forward over."""
+        self.module.forward = self._forward
 
     def remove(self) -> None:
-        """Put the module's forward back."""
+        """Put the module's forward back; nothing where it is back, or was never taken over."""
+        if vars(self.module).get("forward") == (self._original if self._had_own_forward else None):
+            return
         if vars(self.module).get("forward") != self._forward:
             refuse(
                 self.name,
@@ -215,9 +220,10 @@ class Patched:
         self._active: list[PatchedIndexer] = []
 
     def add(self, indexer: PatchedIndexer) -> None:
-        """Take over an indexer that has just been patched."""
+        """Patch an indexer. It is known here first: whatever ends this, :meth:`remove` puts it back."""
         self.indexers.append(indexer)
         self._active.append(indexer)
+        indexer.install()
 
     @property
     def scatters(self) -> bool:

@@ -146,9 +146,10 @@ class LayerStore:
         grown = IndexCache.empty(self.spec, pages=pages * self.batch, device=self.device)
         old = self.pages_per_request * self.batch
         grown.data[:old] = self.cache.data[:old]
-        self.cache, self.pages_per_request = grown, pages
         ids = torch.arange(pages, dtype=torch.int32, device=self.device) * self.batch
-        self.index_table = ids + torch.arange(self.batch, dtype=torch.int32, device=self.device)[:, None]
+        table = ids + torch.arange(self.batch, dtype=torch.int32, device=self.device)[:, None]
+        # All at once, with no call in between: an interrupt would leave a table that is too narrow for good.
+        self.cache, self.index_table, self.pages_per_request = grown, table, pages
 
 
 def own_keys(cache: Any, layer: int) -> torch.Tensor | None:

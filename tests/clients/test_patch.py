@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 from torch import nn
 
 from clients.models import FAMILIES
@@ -43,6 +44,35 @@ def test_an_error_inside_the_block_unpatches() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), patch(model):
         raise RuntimeError("on purpose")
     assert not any(forwards(model))
+
+
+class Small(nn.Module):
+    """What of an indexer is looked at when it is patched."""
+
+    n_heads, head_dim, index_topk = 8, 128, 16
+
+    def forward(self, x: Any, cache: Any = None) -> Any:
+        return x, cache
+
+
+def test_a_patch_ended_anywhere_can_be_taken_back() -> None:
+    """By a signal's handler, while it is made or removed."""
+    model = nn.ModuleDict({str(layer): nn.ModuleDict({"indexer": Small()}) for layer in range(2)})
+    theirs = dict(model.named_modules())["1.indexer"].forward = lambda x, cache=None: (x, cache)
+    after, came = 0, True
+    while came:
+        after += 1
+        made: list[Any] = []
+
+        def on_and_off(made: list[Any] = made) -> None:
+            made.append(patch(model))
+            made[0].remove()
+
+        came = interrupted(on_and_off, after)
+        for patched in made:
+            patched.remove()
+        assert forwards(model) == [None, theirs], after
+    assert after > 50
 
 
 def test_a_forward_that_was_there_before_comes_back() -> None:

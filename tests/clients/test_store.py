@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 
 from clients.models import FAMILIES
 from clients.test_selection import FORMATS, generate, prompt
@@ -147,6 +148,26 @@ def test_what_counts_as_the_same_keys() -> None:
     assert store.kept_columns(None) == 0
     keys[0, 4] = 0
     assert store.kept_columns(keys) == 0
+
+
+def test_a_store_whose_growth_was_interrupted_still_holds_all_keys() -> None:
+    """By a signal's handler, anywhere: the table is never narrower than the pool is taken to be."""
+    spec = IndexerSpec(heads=8, topk=16)
+    keys = torch.randn(2, 200, 128, generator=torch.Generator().manual_seed(5))
+    view = Visibility.of_mask(torch.ones(200, 200, dtype=torch.bool).tril()[None], 2)
+    after, came = 0, True
+    while came:
+        after += 1
+        store = LayerStore(spec, 2, torch.device("cpu"), Work())
+        came = interrupted(lambda store=store: store.sync(keys, view, 0), after)  # type: ignore[misc]  # bound now
+        store.sync(keys, view, 0)
+        assert store.index_table.shape == (2, 4)
+        fresh = IndexCache.empty(spec, pages=4)
+        fresh.append(keys[1], torch.arange(200))
+        slots = slots_of(store.index_table[1], torch.arange(200))
+        for stored, wanted in zip(store.cache.codes(slots), fresh.codes(torch.arange(200)), strict=True):
+            assert torch.equal(stored, wanted)
+    assert after > 50
 
 
 def test_inference_tensors_are_never_trusted() -> None:

@@ -3,16 +3,13 @@ warning that none could be made: a faked device."""
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any
 
 import pytest
 from faked_gpu import Device, arguments, build, call
+from interrupts import interrupted
 
 from keysieve import relaunch, repeats
 from keysieve.driver import DriverError
@@ -20,36 +17,6 @@ from keysieve.relaunch import Launches
 
 USUAL = arguments() | {"positions": False}
 FORMS = {"usual": USUAL, "any": arguments(), "new buffers": USUAL | {"out": None, "counts": None}}
-
-
-class Interrupted(BaseException):
-    """What a handler raises."""
-
-
-def interrupted(function: Callable[[], Any], after: int) -> bool:
-    """Run ``function`` and raise in its ``after``-th call that begins (Python) or ends (C); whether there was one.
-
-    Those are the places where CPython looks for signals: never between two instructions that call nothing.
-    """
-    left, inside = after, True
-
-    def look(_frame: FrameType, event: str, _of: Any) -> None:
-        nonlocal left
-        left -= inside and event in ("call", "c_return")
-        if inside and not left:
-            sys.setprofile(None)
-            raise Interrupted
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        function()
-        inside = False
-    except Interrupted:
-        inside = False
-    finally:
-        sys.setprofile(before)
-    return left <= 0
 
 
 @pytest.fixture
