@@ -28,6 +28,8 @@ INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 BACKEND = "sglang.srt.layers.attention.dsa.dsa_topk_backend"
 PAGE = 64
 _originals: list[tuple[Any, str, Any]] = []
+_patched = False
+"""Whether all of it is: what was ended in the middle, by a signal's handler, is put back before it is tried again."""
 
 
 def paged_logits(
@@ -142,8 +144,10 @@ def patch() -> None:
         KeysieveError: this SGLang has no such names (another version); nothing was changed.
         ModuleNotFoundError: SGLang is not installed.
     """
-    if _originals:
+    global _patched
+    if _patched:
         return
+    unpatch()
     indexer, backend = importlib.import_module(INDEXER), importlib.import_module(BACKEND)
     names = ("resolve_fp8_paged_mqa_logits_fn", "resolve_paged_mqa_logits_metadata_fn")
     missing = [name for name in names if not hasattr(indexer, name)]
@@ -163,13 +167,17 @@ def patch() -> None:
     ):
         _originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, function)
+    _patched = True
 
 
 def unpatch() -> None:
     """Put SGLang's own functions back. Without a patch nothing happens."""
+    global _patched
+    _patched = False
     while _originals:
-        owner, name, function = _originals.pop()
+        owner, name, function = _originals[-1]
         setattr(owner, name, function)
+        _originals.pop()
 
 
 __all__ = ["paged_logits", "patch", "positions", "topk_paged", "unpatch"]

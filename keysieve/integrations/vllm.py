@@ -35,6 +35,8 @@ from keysieve.reference.keys import canonicalize_
 
 MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
 _originals: dict[str, Any] = {}
+_patched = False
+"""Whether all of it is: what was ended in the middle, by a signal's handler, is put back before it is tried again."""
 
 
 def paged_logits(
@@ -216,8 +218,10 @@ def patch() -> None:
         KeysieveError: this vLLM has no such names (another version); nothing was changed.
         ModuleNotFoundError: vLLM is not installed.
     """
-    if _originals:
+    global _patched
+    if _patched:
         return
+    unpatch()
     module = importlib.import_module(MODULE)
     chosen = Topk()
     new: dict[str, Any] = {
@@ -241,10 +245,13 @@ def patch() -> None:
     for name, function in new.items():
         _originals[name] = getattr(module, name)
         setattr(module, name, function)
+    _patched = True
 
 
 def unpatch() -> None:
     """Put vLLM's own functions back. Without a patch nothing happens."""
+    global _patched
+    _patched = False
     if not _originals:
         return
     module = importlib.import_module(MODULE)
