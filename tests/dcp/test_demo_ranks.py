@@ -37,7 +37,7 @@ def _demo(folder: Path, *arguments: str, script: str | None = None) -> tuple[int
     """Exit status and output; a process of its own, since the ranks are forked from it."""
     code = script or "import sys; from keysieve.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", *SMALL, "--out", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=None, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=None, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

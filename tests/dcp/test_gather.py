@@ -121,10 +121,11 @@ def test_long_rows_with_delayed_ranks_and_an_idle_batch_after_them() -> None:
 
 
 def _uneven(rank: int, world: int, case: Case, odd_rank: int, odd: str, timeout: float) -> Any:
-    group = ks.dcp.Gather(interleave=16, timeout=timeout)
+    group = ks.dcp.Gather(interleave=16, timeout=30.0)
     mine = shard_case(case, world, rank, 16)
     indexer = indexer_of(mine, group, max_rows=64, max_context=1000 if odd == "context" and rank == odd_rank else 4096)
     assert plain(step(indexer, mine)) is not None
+    group.timeout = timeout  # of the calls to come: the processes were not started at one moment
     if rank == odd_rank:
         if odd == "rows":
             mine = take_requests(mine, [0, 1, 1])
@@ -213,7 +214,7 @@ def test_a_rank_that_goes_away_is_an_error_on_the_others_within_the_time_limit(o
         assert "from rank 2 (" in text
         assert (", after agreeing on the call" in text) == (odd == "dies later")
         assert "failed before" in after, "a group whose ranks are out of step refuses further calls"
-        assert results[rank].seconds < 8
+        assert results[rank].seconds < 20, "the limit set last holds, not the first"
     assert results[2].died == odd.startswith("dies")
 
 

@@ -192,10 +192,13 @@ INSIDE: tuple[Patch, ...] = (_in_headers, _after_headers, _after_lists, _while_t
 
 
 def _inside(rank: int, world: int, cases: list[Case], how: int) -> list[Any]:
-    group = ks.dcp.Gather(interleave=16, timeout=1.0)
+    """The first call may take its time, as the processes that were started after one another do."""
+    group = ks.dcp.Gather(interleave=16, timeout=30.0)
     indexer = indexer_of(cases[0], group, max_context=1024)
     got = []
     for layer, case in enumerate(cases):
+        if layer == 1:
+            group.timeout = 1.0
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1 and layer == 1:
                 INSIDE[how](indexer, group, patch)
@@ -222,9 +225,10 @@ def test_an_exception_inside_the_exchange_ends_the_group(how: int) -> None:
 
 
 def _destroyed(rank: int, world: int, cases: list[Case]) -> list[Any]:
-    group = ks.dcp.Gather(interleave=16, timeout=1.0)
+    group = ks.dcp.Gather(interleave=16, timeout=30.0)
     indexer = indexer_of(cases[0], group, max_context=1024)
     got = [_one_layer(indexer, shard_case(cases[0], world, rank, 16))]
+    group.timeout = 1.0
     dist.destroy_process_group()
     return [*got, *(_one_layer(indexer, shard_case(case, world, rank, 16)) for case in cases)]
 

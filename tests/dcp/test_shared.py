@@ -131,10 +131,11 @@ def test_other_row_counts_are_refused_on_both_ranks() -> None:
 def test_a_skipped_call_is_found_by_the_site() -> None:
     """Rank 1 leaves out layer 1; its words of layer 2 have the tag that rank 0 waits for."""
     cases = [drawn(s, world=2, n=8, k=8, rows=1) for s in range(3)]
-    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 8), timeout=1.0)
+    exchanges = exchanges_of(ExchangeShape(2, 1, 8, 8), timeout=30.0)
     plans = [([0, 1, 2], cases), ([0, 2], [cases[0], cases[2]])]
     results = in_threads(exchanges, lambda e: calls_of(e, plans[e.rank][1], sites=plans[e.rank][0]))
     texts = [str(error) for error, _ in results]
+    assert max(seconds for _, seconds in results) < 20, "found by the signature, not by waiting"
     assert "source 1 made another call: 1 rows, site 2" in texts[0]
     assert "source 0 made another call: 1 rows, site 1" in texts[1]
 
@@ -154,20 +155,20 @@ def test_a_rank_that_refuses_a_call_makes_no_other_and_its_peer_is_told_by_the_c
 
     (peer, seconds), (own, _) = in_threads(exchanges, work)
     assert "no answer within 0.5 s: source 1" in str(peer)
-    assert seconds < 3
+    assert seconds < 8
     assert "rank 1 refused a call of its own" in str(own)
 
 
 def test_a_rank_that_never_answers_ends_in_a_report_that_names_it() -> None:
     case = drawn(1, world=3, n=8, k=8, rows=2)
-    exchanges = exchanges_of(ExchangeShape(3, 2, 8, 8), timeout=0.5)
+    exchanges = exchanges_of(ExchangeShape(3, 2, 8, 8), timeout=2.0)
     results = in_threads(exchanges[:2], lambda e: calls_of(e, [case]))
     for rank, (error, seconds) in enumerate(results):
         assert str(error) == (
-            f"rank {rank}, row 0: no answer within 0.5 s: source 2: 12 of 12 words missing; "
+            f"rank {rank}, row 0: no answer within 2 s: source 2: 12 of 12 words missing; "
             "expected tag 1, seen 0; round 1"
         )
-        assert seconds < 3
+        assert seconds < 8
     with pytest.raises(ks.dcp.ExchangeError, match="failed before"):
         calls_of(exchanges[0], [case])
 
@@ -185,9 +186,10 @@ def test_a_rank_that_dies_before_its_second_list_is_reported_in_round_two() -> N
 
 def _dies(rank: int, world: int, memory: ExchangeMemory, case: fuzz.Case) -> Any:
     del world
-    exchange = SharedExchange(memory, rank, timeout=1.0)
+    exchange = SharedExchange(memory, rank, timeout=30.0)
     exchange.bind(SPEC, max_rows=2, max_context=1 << 12, device="cpu")
     calls_of(exchange, [case])
+    exchange.timeout = 1.0  # from here on: the processes were not started at one moment
     if rank == 1:
         os._exit(9)
     calls_of(exchange, [case])

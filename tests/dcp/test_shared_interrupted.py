@@ -20,7 +20,7 @@ def test_a_refusal_inside_the_merge_ends_the_exchange() -> None:
     """Rank 1's stale local length shows in the merge, when its words, tagged, are in place: no call may take them."""
     first = fuzz.Case(2, 1, 8, 8, torch.tensor([10, 10]), torch.tensor([[0.0] * 10, [9.0, 0.0] * 5]).bfloat16())
     second = replace(first, logits=torch.tensor([[0.0] * 10, [0.0, 9.0] * 5]).bfloat16())
-    exchanges = exchanges_of(ExchangeShape(2, 2, 8, 8), timeout=0.5, late=False)
+    exchanges = exchanges_of(ExchangeShape(2, 2, 8, 8), timeout=30.0, late=False)
 
     def work(exchange: SharedExchange) -> Any:
         logits, local_lens = fuzz.shard(first, exchange.rank)
@@ -67,11 +67,12 @@ def test_a_rank_whose_call_was_interrupted_makes_no_other(stop: Any) -> None:
     """Equal rows, lengths and sites: the next call's words would pass for the interrupted one's."""
     cases = [drawn(s, world=2, n=8, k=8, rows=2) for s in range(2)]
     cases[1] = replace(cases[1], lens=cases[0].lens)
-    exchanges = exchanges_of(ExchangeShape(2, 2, 8, 8), timeout=0.5, late=False)
+    exchanges = exchanges_of(ExchangeShape(2, 2, 8, 8), timeout=30.0, late=False)
 
     def work(exchange: SharedExchange) -> Any:
         if exchange.rank == 0:
             won = calls_of(exchange, cases[:1]) if stop is _merges_stop else []
+            exchange.timeout = 0.5  # for the call that the other rank does not make
             return calls_of(exchange, cases[len(won) :], sites=[0, 0])
         with pytest.MonkeyPatch.context() as patch:
             stop(exchange, patch)
@@ -81,7 +82,7 @@ def test_a_rank_whose_call_was_interrupted_makes_no_other(stop: Any) -> None:
 
     (peer, seconds), (own, _) = in_threads(exchanges, work)
     assert "no answer within 0.5 s: source 1" in str(peer)
-    assert seconds < 5
+    assert seconds < 10
     assert "failed before" in str(own)
     assert exchanges[1].calls == 1
 

@@ -20,6 +20,9 @@ from .shards import indexer_of, shard_case, step
 
 FP8 = ks.IndexerSpec(heads=8, topk=48)
 WORLD, VICTIM, TIMEOUT = 4, 2, 1.5
+STILL = 1.2
+"""Seconds past its deadline after which a rank says that it stood still: more than it loses on a busy machine, and less
+than TIMEOUT, so that one that counts from the beginning of its wait would be noticed."""
 
 
 def _stop(seconds: float, after: float = 0.0) -> None:
@@ -53,13 +56,16 @@ def _stopping(group: Any, phase: str) -> Any:
 
 
 def _calls(rank: int, world: int, case: Case, phase: str) -> list[Any]:
-    group = ks.dcp.Gather(interleave=16, timeout=TIMEOUT)
+    group = ks.dcp.Gather(interleave=16, timeout=30.0)
     mine = shard_case(case, world, rank, 16)
     indexer = indexer_of(mine, group)
     if rank == VICTIM:
         group._swap = _stopping(group, phase)  # type: ignore[method-assign]  # stops at a chosen place
+    gather._STOOD_STILL = STILL
     got = []
-    for _ in range(3):
+    for call in range(3):
+        if call == 1:  # the first call may take its time, as processes that were started after one another do
+            group.timeout = TIMEOUT
         began = time.monotonic()
         try:
             selection = step(indexer, mine)
@@ -93,18 +99,25 @@ def test_a_stopped_rank_is_named_by_all_its_peers(phase: str) -> None:
         if failed == 1:
             others = [r for r in range(WORLD) if r not in (rank, VICTIM) and f"rank {r} (" in texts[failed]]
             assert not others, texts[failed]
-        assert max(seconds for _, seconds in result.value) < 2 * TIMEOUT + 1, "two phases, each within the limit"
+        assert max(seconds for _, seconds in result.value) < 2 * TIMEOUT + 5, "two phases, each within the limit"
 
 
 def _stopped_in_a_wait(rank: int, world: int, case: Case) -> str:
-    group = ks.dcp.Gather(interleave=16, timeout=1.0)
+    group = ks.dcp.Gather(interleave=16, timeout=30.0)
     mine = shard_case(case, world, rank, 16)
     indexer = indexer_of(mine, group)
     step(indexer, mine)
+    group.timeout = 1.0
     if rank == 1:
-        _stop(1.8, after=0.2)
+        real = group._swap
+
+        def swap(*args: Any) -> None:
+            _stop(2.0, after=0.5)
+            real(*args)
+
+        group._swap = swap  # type: ignore[method-assign]  # stopped half a second after the wait has begun
     else:
-        time.sleep(2.6)
+        time.sleep(4.5)
     with pytest.raises(ks.dcp.ExchangeError) as failure:
         step(indexer, mine)
     return str(failure.value)
