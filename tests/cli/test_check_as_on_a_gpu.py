@@ -50,7 +50,7 @@ def test_exact_results_pass(stage: str) -> None:
 )
 def test_faults_are_found(stage: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     next(fault for fault in FAULTS if fault.name == name).apply(monkeypatch)
-    assert run_cases(SCOPE, stages=[STAGE[stage]], base=1, seconds=60.0, shrink_seconds=0.2).failures
+    assert run_cases(SCOPE, stages=[STAGE[stage]], base=1, cases=300, shrink_seconds=0.2).failures
 
 
 def test_a_result_that_changes_between_calls_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
