@@ -158,7 +158,14 @@ class GpuBackend(ABC):
     def flags(self, device: torch.device) -> DeviceFlags:
         """The flag word that stateless calls on ``device`` raise; the next ``DecodeIndexer.check`` there reports it."""
         if device not in self._flags:
-            self._flags[device] = DeviceFlags(device)
+            if capturing():  # its memory would be the graph's, and zeroed by replays alone
+                refuse(
+                    "device",
+                    got=f"the process's first stateless call on {device} while a CUDA graph is being captured",
+                    accepted="a capture after such a call",
+                    remedy="Make one, of any shape, before capturing.",
+                )
+            self._flags.setdefault(device, DeviceFlags(device))  # one, also where two threads come first
         return self._flags[device]
 
     def sms(self, device: torch.device) -> int:

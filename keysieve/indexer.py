@@ -117,13 +117,14 @@ class DecodeIndexer:
         return self.plan.workspace_bytes
 
     def check(self) -> None:
-        """Report what no host could see when a step was launched; on a GPU this synchronises.
+        """Report what no host could see when a step was launched; on a GPU this waits for the current stream.
 
         Such a step has safe results: a row whose length is beyond the tables or ``max_context`` is empty, the keys of
         a page id outside the pool have NaN logits, and nothing outside the pool was read.
 
         Raises:
             DeviceFault: since the last check a step met such a row or page; the text names the first ones.
+            KeysieveError: the current stream of a GPU is being captured into a graph.
         """
         self._runner.check()
 

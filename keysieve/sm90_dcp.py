@@ -119,7 +119,9 @@ class Sm90DcpRunner(StreamWorkspace):
         """The launches of the scorer, of the candidates (pushed, or left for the all-gather), and of the merge."""
         rows, numbered = step.rows, Address(site, _SITE)
         logits, tops = self._results(rows)
-        local_limit = min(self._local, self._table_keys(step), *([place.table_keys] if place.table_keys else []))
+        local_limit = min(
+            self._local, self._table_keys(step), *([] if place.table_keys is None else [place.table_keys])
+        )
         if lens.data_ptr() != self._lens.data_ptr():
             lens = named(lens, "seq_lens")
         self._calls.clear()
@@ -255,6 +257,7 @@ class Sm90DcpRunner(StreamWorkspace):
             ExchangeError: a merge gave up: rank, row, call, source and round are named.
             DeviceFault: the text says what was met and what its result was.
         """
+        self.refuse_in_capture()
         if self._exchange is not None:
             self._exchange.check(self._device)
         super().check()

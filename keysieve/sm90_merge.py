@@ -13,6 +13,7 @@ import torch
 from keysieve.checks import refuse, require_int, require_tensor
 from keysieve.inputs import Placement, check_placement
 from keysieve.kernels.exchange_host import Merger
+from keysieve.launch import capturing
 from keysieve.reference.dcp_maps import check_sharding
 from keysieve.reference.local_topk import entries_of, require_candidates, require_planes
 from keysieve.reference.merge import Merged, saturated_ranks
@@ -65,6 +66,10 @@ class ListMerger:
             )
         lens = self._lengths(seq_lens, rows, words.device)
         device = words.device
+        if second is None and n < k and capturing():
+            accepted = "second lists, or first ones of k entries, while a CUDA graph is captured"
+            remedy = "Pass second= as well: without it every call looks, on the host, whether one is needed."
+            refuse("second", got=None, accepted=accepted, remedy=remedy)
         saturated = saturated_ranks(words, k, interleave=interleave, planes=planes, seq_lens=lens)
         if second is None and n < k and bool(saturated.any()):
             source, row = (int(i) for i in saturated.nonzero()[0])

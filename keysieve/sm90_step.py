@@ -116,12 +116,21 @@ class StreamWorkspace:
         else:
             self._last_captured, self.stream, self._last_eager = NO_STREAM, stream, stream
 
+    def refuse_in_capture(self) -> None:
+        """Refuse a check while the current stream is captured: it would synchronise, which ends the capture."""
+        if capturing():
+            remedy = "Call it after the capture, where you synchronise anyway."
+            accepted = "a call outside of captures: it synchronises"
+            refuse("check", got="a call while a CUDA graph is being captured", accepted=accepted, remedy=remedy)
+
     def check(self) -> None:
         """Report what kernels flagged since the last check, this indexer's and stateless calls'; synchronises.
 
         Raises:
             DeviceFault: the text says what was met and what its result was.
+            KeysieveError: the current stream is being captured; nothing was done.
         """
+        self.refuse_in_capture()
         found = [text for text in (self._flags.take(), self._backend.flags(self._device).take()) if text]
         if found:
             raise DeviceFault("; ".join(found))
