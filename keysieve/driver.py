@@ -133,14 +133,17 @@ class Driver:
         Raises:
             DriverError: something failed, or something else than a row of kernels was captured.
         """
-        graph = VOID()
+        graph, end, on = VOID(), self._call["cuStreamEndCapture"], VOID(stream)
+        into = ctypes.byref(graph)
         with self._anything_allowed():
-            self._do("cuStreamBeginCapture_v2", VOID(stream), RELAXED)
             try:
                 try:
+                    # In here, and its end one call of C: a signal's handler may raise wherever a call returns, and the
+                    # stream is used again. (To end what has not begun is an error that nobody is told.)
+                    self._do("cuStreamBeginCapture_v2", on, RELAXED)
                     launch(stream)
                 finally:
-                    code = self._call["cuStreamEndCapture"](VOID(stream), ctypes.byref(graph))
+                    code = end(on, into)
                 if code or not graph.value:
                     raise DriverError(f"cuStreamEndCapture failed with {code}")
                 handles, nodes = self._nodes(graph)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import struct
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from interrupts import interrupted
 
 from keysieve import relaunch
 from keysieve.driver import Captured, Driver, DriverError, Node, NodeParams
@@ -347,6 +350,34 @@ class Library:
             return 0
 
         return function
+
+
+def test_an_interrupt_of_a_capture_ends_it() -> None:
+    """At every place where CPython looks for signals: a stream left capturing would fail every later preparation."""
+
+    def capture(driver: Driver) -> None:
+        with contextlib.suppress(DriverError):  # no kernel was captured
+            driver.captured(lambda _: None, 5)
+
+    after, came = 0, True
+    while came:
+        after += 1
+        library = Library()
+        came = interrupted(functools.partial(capture, Driver(library)), after, ("c_return",))
+        begun = library.called.count("cuStreamBeginCapture_v2")
+        assert library.called.count("cuStreamEndCapture") >= begun, after
+    assert after > 5
+
+
+def test_a_capture_that_does_not_begin_is_told_by_that() -> None:
+    """It is ended all the same, and what that answers hides nothing."""
+    library = Library()
+    driver = Driver(library)
+    driver._call["cuStreamBeginCapture_v2"] = lambda *_: 901
+    driver._call["cuStreamEndCapture"] = lambda *_: 401
+    with pytest.raises(DriverError, match="cuStreamBeginCapture_v2 failed with 901"):
+        driver.captured(lambda _: pytest.fail("launched"), 5)
+    assert "cuGraphDestroy" not in library.called
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, DriverError])
