@@ -16,6 +16,8 @@ from keysieve.dcp.memory import ExchangeMemory, ExchangeShape, LateWire
 from keysieve.dcp.shared import SharedExchange
 
 SPEC = ks.IndexerSpec(heads=8, topk=8)
+WIRES: list[LateWire] = []
+"""Those of a test, which `conftest.py` closes: a wire's thread looks for stores thousands of times a second."""
 
 
 def drawn(seed: int, *, world: int, n: int, k: int, rows: int, interleave: int = 1) -> fuzz.Case:
@@ -67,10 +69,9 @@ def exchanges_of(
     memory = ExchangeMemory(shape)
     if preset and epoch:
         memory.preset(epoch)
-    exchanges = [
-        SharedExchange(memory, r, wire=LateWire(r) if late else None, first_epoch=epoch, **options)
-        for r in range(shape.world)
-    ]
+    wires = [LateWire(r) if late else None for r in range(shape.world)]
+    WIRES.extend(wire for wire in wires if wire is not None)
+    exchanges = [SharedExchange(memory, r, wire=wires[r], first_epoch=epoch, **options) for r in range(shape.world)]
     for exchange in exchanges:
         spec = replace(SPEC, topk=shape.topk)
         exchange.bind(spec, max_rows=shape.max_rows, max_context=1 << 12, device="cpu")
