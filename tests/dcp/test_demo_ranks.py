@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def _demo(folder: Path, *arguments: str, script: str | None = None) -> tuple[int
     """Exit status and output; a process of its own, since the ranks are forked from it."""
     code = script or "import sys; from keysieve.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", *SMALL, "--out", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=None, check=False)
+    environment = {**os.environ, "COLUMNS": "100"}  # whatever the terminal's, the tables below are read whole
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
