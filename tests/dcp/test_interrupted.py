@@ -72,7 +72,8 @@ def _alarm(indexer: ks.DecodeIndexer, _group: Any, patch: pytest.MonkeyPatch) ->
     def scores(_step: Any) -> Any:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        time.sleep(30)
+        for _ in range(3000):  # not one long sleep: another thread may take the signal, and would not end it
+            time.sleep(0.01)
 
     patch.setattr(indexer._runner, "local_logits", scores)
 
