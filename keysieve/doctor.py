@@ -136,8 +136,9 @@ def _cache_facts() -> list[Fact]:
     from keysieve.compile import store
 
     path = store.cache_dir()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    if os.access(existing, os.W_OK):
+    # os.path's answer where Path.exists raises: in another user's home, which this one may not even look into.
+    existing = next((folder for folder in (path, *path.parents) if os.path.lexists(folder)), path)
+    if os.path.isdir(existing) and os.access(existing, os.W_OK):
         return [Fact("kernel cache", OK, str(path))]
     why = "read only: kernels it lacks are compiled again in every process"
     return [Fact("kernel cache", NOTE, str(path), why)]

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
             text, _, _ = (type(stage).__doc__ or "").partition("\n")  # none under python -OO
             print(f"{stage.name:10} {text}")
         return 0
-    for name in (args.stage or "").split(",") if args.stage else ():
-        require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")
     asked = None if args.stage is None else tuple(args.stage.split(","))
+    for name in asked or ():
+        require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")
     scope = _scope(args, asked)
     names = stages_for(scope) if asked is None else asked
     if args.replay is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from keysieve.demo.run import Settings
 
 DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_TOPK = 2048, 256, 256
+MOST_SEED = 2**63 - 1
 
 
 def add_parser(subparsers: Any) -> None:
@@ -103,6 +104,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     except OSError as error:
         refuse("--text", got=f"{args.text} ({error.strerror})", accepted="a readable file", remedy="Check the path.")
     require_int("--topk", args.topk, 1, MAX_TOPK, "Select between 1 and 4096 keys per row.")
+    require_int("--seed", args.seed, 0, MOST_SEED, "Leave it out for 0.")
     text = text[: max(args.bytes, 0)]
     if not 0 < args.steps < len(text):
         accepted = f"an int in 1..{max(len(text) - 1, 1)}, for a text of {len(text)} bytes"

@@ -35,12 +35,16 @@ class CorruptEntry(ValueError):
 
 
 def cache_dir() -> Path:
-    """`$KEYSIEVE_CACHE_DIR`, else `$XDG_CACHE_HOME/keysieve`, else `~/.cache/keysieve`. It need not exist."""
+    """`$KEYSIEVE_CACHE_DIR`, else `$XDG_CACHE_HOME/keysieve`, else `~/.cache/keysieve`. It need not exist.
+
+    Of a user without a home (an unnamed one, in a container, without `$HOME`) it is that of the home `/`.
+    """
     named = os.environ.get(CACHE_ENV)
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "keysieve"
+    home = os.path.expanduser("~")  # "~" itself where there is none, for which Path.home raises
+    return (Path(base) if base else Path("/" if home == "~" else home) / ".cache") / "keysieve"
 
 
 @dataclass(frozen=True)
