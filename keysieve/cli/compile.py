@@ -83,7 +83,7 @@ def check_filters(kernels: list[Kernel], archs: tuple[str, ...], wanted: dict[st
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what was asked for; 1 when anything failed."""
+    """Compile what was asked for; 1 when anything failed, or could not be kept."""
     archs, wanted = targets(args.arch), filters(args.set)
     if args.dir is not None:
         os.environ[store.CACHE_ENV] = args.dir  # worker processes inherit it
@@ -116,8 +116,8 @@ def _compile(jobs: list[parallel.Job], processes: int) -> int:
     for number, result in enumerate(parallel.run(jobs, processes), 1):
         tally[result.status] = tally.get(result.status, 0) + 1
         line = f"[{number}/{len(jobs)}] {result.status:8} {result.seconds:6.2f} s  {result.name}"
+        failed += result.status in ("failed", "unsaved")
         if result.status == "failed":
-            failed += 1
             print(f"{line}\n    {result.error}", file=sys.stderr)
         else:
             print(line)

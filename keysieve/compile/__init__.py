@@ -87,6 +87,14 @@ def ensure(kernel: Kernel, config: Any, arch: str, root: store.Store | None = No
         return _compile_into(cache, kernel, config, arch, name, start)
 
 
+def fill(kernel: Kernel, config: Any, arch: str) -> Outcome:
+    """:func:`ensure` for those who do not load what was made: where the cache cannot be written nothing is kept."""
+    outcome = ensure(kernel, config, arch)
+    if outcome.status == "unsaved":
+        outcome.entry.path.unlink(missing_ok=True)
+    return outcome
+
+
 def _compile_into(cache: store.Store, kernel: Kernel, config: Any, arch: str, name: str, start: float) -> Outcome:
     from keysieve.compile.tracing import build_quickly
 

@@ -32,7 +32,7 @@ package.__path__ = [job["package"]]
 sys.modules["keysieve"] = package  # its modules without its __init__
 from keysieve import compile as kernel_compile
 kernel = next(k for k in kernel_compile.kernels() if k.name == job["kernel"])
-kernel_compile.ensure(kernel, kernel.config(**job["options"]), job["arch"])
+kernel_compile.fill(kernel, kernel.config(**job["options"]), job["arch"])
 """
 
 
@@ -63,7 +63,7 @@ def prepare(jobs: Sequence[Job], arch: str) -> None:
     try:
         versions.require_compiler()
         for kernel, config in todo[:-processes]:
-            kernel_compile.ensure(kernel, config, arch)
+            kernel_compile.fill(kernel, config, arch)
     except Exception:  # met again, and raised, where the kernel is loaded
         pass
     finally:

@@ -44,7 +44,7 @@ def do(job: Job) -> Result:
     known = {kernel.name: kernel for kernel in kernel_compile.kernels()}
     kernel = known[job.kernel]
     try:
-        outcome = kernel_compile.ensure(kernel, job.config, job.arch)
+        outcome = kernel_compile.fill(kernel, job.config, job.arch)
     except Exception as error:
         label = f"{kernel.symbol(job.config)}-{job.arch}"
         return Result(label, "failed", time.perf_counter() - start, f"{type(error).__name__}: {error}")
