@@ -33,6 +33,8 @@ _speaking = speaks(
     max_len="max_context_len",
 )
 
+MOST_INT32 = 2**31 - 1
+
 __all__ = ["fp8_fp4_paged_mqa_logits", "fp8_paged_mqa_logits", "get_num_sms", "get_paged_mqa_logits_metadata"]
 
 
@@ -176,8 +178,12 @@ def _lengths(context_lens: torch.Tensor, requests: int, next_n: int) -> torch.Te
             accepted=f"[{requests}, {next_n}] or [{requests}]",
             remedy="Pass one length a row, or each request's last one.",
         )
+    if context_lens.dtype not in (torch.int32, torch.int64):
+        refuse("context_lens", got=describe(context_lens), accepted="int32 or int64", remedy="Convert the lengths.")
     before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
-    return (context_lens.reshape(-1, 1) + before).clamp_min(0).to(torch.int32)
+    # Into 32 bits first: a length beyond them stays beyond every limit, and one far below 0 stays below it.
+    last = context_lens.reshape(-1, 1).clamp(0, MOST_INT32).to(torch.int32)
+    return (last + before).clamp_min(0)
 
 
 def _cache(kv_cache: torch.Tensor, spec: IndexerSpec, indices: torch.Tensor | None) -> IndexCache:
