@@ -285,12 +285,12 @@ def test_eight_processes_compile_each_kernel_once(tmp_path: Path) -> None:
     (tmp_path / "gate").write_text("")
     statuses = []
     for process in processes:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err[-3000:]
         statuses += json.loads(out.splitlines()[-1])[0]
     assert sorted(statuses) == ["cached"] * 14 + ["compiled"] * 2
     late = start(tmp_path, cache)
-    out, err = late.communicate(timeout=120)
+    out, err = late.communicate(timeout=600)
     assert late.returncode == 0, err[-3000:]
     assert json.loads(out.splitlines()[-1]) == [["cached", "cached"], False]
     assert not list(cache.glob("*.tmp"))
