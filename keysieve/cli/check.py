@@ -69,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
     for name in asked or ():
         require_choice("--stage", name, tuple(known), "`keysieve check --stage help` says what they are.")
     scope = _scope(args, asked)
-    names = stages_for(scope) if asked is None else asked
+    here = stages_for(scope)
+    for name in asked or ():  # else its cases would be told as mismatches
+        remedy = f"Those run on {scope.device}; `keysieve check --protocol` explores the exchange anywhere."
+        require_choice("--stage", name, here, remedy)
+    names = here if asked is None else asked
     if args.replay is not None:
         if len(names) != 1:
             refuse("--replay", got=f"{len(names)} stages", accepted="one --stage", remedy="Name the case's stage.")

@@ -18,6 +18,8 @@ from keysieve.compile import store
     ("argv", "told"),
     [
         (("check", "--stage", ""), "--stage: got ''"),  # an unset variable of a shell script
+        (("check", "--stage", "topk,exchange", "--cases", "2"), "--stage: got 'exchange'"),  # kernels' work alone
+        (("check", "--stage", "exchange", "--replay", "1"), "--stage: got 'exchange'"),
         (("demo", "--seed", "-1"), "--seed: got -1"),
         (("demo", "--seed", "99999999999999999999"), "--seed: got 99999999999999999999"),
     ],
