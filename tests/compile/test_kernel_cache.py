@@ -81,7 +81,7 @@ def test_a_damaged_file_is_noticed_and_rebuilt(cache: Path, image: bytes, damage
     path = lay(cache, bad)
     with pytest.warns(RuntimeWarning, match="rebuilding a damaged kernel cache entry") as told:
         outcome = kernel_compile.ensure(KERNEL, CONFIG, ARCH)
-    assert told[0].filename == __file__
+    assert told.pop(RuntimeWarning).filename == __file__
     assert outcome.status == "compiled"
     assert path.read_bytes() != bad
     assert store.decode(path.read_bytes())[0][:4] == b"\x7fELF"
@@ -114,7 +114,7 @@ def test_a_directory_that_cannot_be_made_compiles_each_time(tmp_path: Path, monk
     monkeypatch.setenv(store.CACHE_ENV, str(blocked / "cache"))
     with pytest.warns(RuntimeWarning, match="cannot be written") as told:
         outcome = kernel_compile.ensure(KERNEL, CONFIG, ARCH)
-    assert told[0].filename == __file__
+    assert told.pop(RuntimeWarning).filename == __file__
     assert outcome.status == "unsaved"
     assert store.decode(outcome.entry.path.read_bytes())
     function = loader.load(outcome.entry, KERNEL.symbol(CONFIG))

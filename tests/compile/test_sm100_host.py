@@ -127,7 +127,7 @@ def test_it_says_that_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("keysieve.gpu.Launcher", lambda *_args: object())
     with pytest.warns(sm100.UntriedWarning, match="not run") as told:
         backend.launcher(torch.device("cuda", 0), kernel, "one")
-    assert told[0].filename == __file__
+    assert told.pop(sm100.UntriedWarning).filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backend.launcher(torch.device("cuda", 0), kernel, "two")

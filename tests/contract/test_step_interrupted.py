@@ -93,6 +93,7 @@ def test_whoever_shows_the_warning_may_take_a_step(device: Device, monkeypatch: 
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of a file that an earlier test forgot
         monkeypatch.setattr(warnings, "showwarning", show)
         for _ in range(3):
             call(indexer, FORMS[form])
