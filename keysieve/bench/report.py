@@ -69,7 +69,7 @@ def read(paths: Iterable[Path]) -> Measurements:
     inexact = 0
     for path in paths:
         try:
-            text = path.read_text()
+            text = path.read_text("utf-8", errors="replace")
         except OSError as error:
             refuse("FILE", got=f"{path} ({error.strerror})", accepted="a file of JSON lines", remedy="Check the path.")
         for number, raw in enumerate(text.splitlines(), 1):

@@ -34,6 +34,14 @@ def test_a_bad_argument_is_one_line(argv: tuple[str, ...], told: str, capsys: py
     assert text.count("\n") == 1
 
 
+def test_a_file_that_is_no_text_is_refused_as_no_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "picture.jsonl").write_bytes(b"\x89PNG\xff\n")
+    assert main(("bench", "table", str(tmp_path / "picture.jsonl"))) == REFUSED
+    assert "picture.jsonl:1" in capsys.readouterr().err
+
+
 def test_without_a_home_the_cache_lies_where_an_empty_one_would_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs as a user without a name; nothing there can be written, and the warning says so."""
 
