@@ -55,10 +55,13 @@ def plain_lines(found: Diagnosis, width: int = 80) -> list[str]:
     for state in found.backends:
         told = f"{', '.join(state.formats)} on {state.device}" if state.works else f"no: {state.reason}"
         rows.append((f"backend {state.name}", "works" if state.works else "-", told))
-    lines = []
+    lines, names = [], max(len(name) for name, _, _ in rows)
     for name, status, text in rows:
-        folded = wrap(text, width - 29, break_on_hyphens=False) or [""]
-        lines += [f"{name:19} {status:8} {folded[0]}".rstrip(), *(f"{'':28} {part}" for part in folded[1:])]
+        folded = wrap(text, width - names - 10, break_on_hyphens=False) or [""]
+        lines += [
+            f"{name:{names}} {status:8} {folded[0]}".rstrip(),
+            *(f"{'':{names + 9}} {part}" for part in folded[1:]),
+        ]
     return lines
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pwd
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from keysieve import doctor
+from keysieve.cli import doctor as doctor_cli
 from keysieve.cli.main import REFUSED, main
 from keysieve.compile import store
 
@@ -66,6 +68,17 @@ def test_doctor_says_that_a_cache_under_a_file_cannot_be_written(
     monkeypatch.setenv(store.CACHE_ENV, str(tmp_path / "folder" / "cache"))
     (fact,) = doctor._cache_facts()
     assert fact.status == doctor.OK
+
+
+def test_doctors_plain_lines_fit_whatever_a_fact_is_called() -> None:
+    """Without the GPU extra one of them is called "CuTe DSL and tvm-ffi"."""
+    facts = [
+        doctor.Fact("CuTe DSL and tvm-ffi", doctor.MISSING, "a word of many " * 20),
+        doctor.Fact("a", doctor.OK, ""),
+    ]
+    lines = doctor_cli.plain_lines(replace(doctor.diagnose(), facts=facts))
+    assert max(len(line) for line in lines) <= 80
+    assert " ".join(lines).count("many") == 20
 
 
 def test_doctor_may_not_look_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
