@@ -127,7 +127,8 @@ def check_query(spec: IndexerSpec, query: Any) -> tuple[torch.Tensor, torch.Tens
         dtypes = (torch.float8_e4m3fn, torch.uint8)
         codes = require_tensor("query", query, dtypes=dtypes, shape=(None, spec.heads, 128), remedy=remedy)
         return codes.view(torch.uint8), None
-    if not isinstance(query, tuple | list) or len(query) != 2:
+    # A tuple of types: torch.compile up to torch 2.9 cannot trace a union of them.
+    if not isinstance(query, (tuple, list)) or len(query) != 2:
         refuse(
             "query",
             got=describe(query),

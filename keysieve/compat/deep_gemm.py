@@ -121,7 +121,8 @@ def fp8_fp4_paged_mqa_logits(
             accepted="torch.bfloat16",
             remedy="Leave it out: keysieve's logits are rounded to bfloat16 once, by contract.",
         )
-    if not isinstance(q, tuple | list) or len(q) != 2:
+    # A tuple of types, as in keysieve.inputs.
+    if not isinstance(q, (tuple, list)) or len(q) != 2:
         refuse("q", got=describe(q), accepted="(codes, scales or None)", remedy="Pass FP8 queries as (q, None).")
     codes, scales = q
     if scales is None:
