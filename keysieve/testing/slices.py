@@ -31,13 +31,18 @@ def take_requests(case: Case, requests: Sequence[int], *, rows: Sequence[int] | 
         case,
         recipe=f"take_requests({case.recipe}, {list(requests)!r}, rows={None if rows is None else list(rows)!r})",
         next_n=case.next_n if rows is None else 1,
-        query=(query[0][row_index], query[1][row_index]) if isinstance(query, tuple) else query[row_index],
+        query=(query[0][row_index], query[1][row_index]) if isinstance(query, tuple) else _rows(query, row_index),
         weights=case.weights[row_index],
         seq_lens=case.seq_lens[row_index],
         index_table=case.index_table[request_index],
         kv_table=None if case.kv_table is None else case.kv_table[request_index],
         logits=None if case.logits is None else tuple(case.logits[request] for request in requests),
     )
+
+
+def _rows(codes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of E4M3 codes, taken as bytes: torch 2.9 cannot index them on a CPU."""
+    return codes.view(torch.uint8)[index].view(codes.dtype)
 
 
 def relocate(case: Case, seed: int, *, spare_pages: int = 5, page_stride: int | None = None) -> Case:
