@@ -17,6 +17,7 @@ from keysieve.launch import capturing
 from keysieve.reference.dcp_maps import check_sharding
 from keysieve.reference.local_topk import entries_of, require_candidates, require_planes
 from keysieve.reference.merge import Merged, saturated_ranks
+from keysieve.sm90_step import narrow
 from keysieve.spec import MAX_TOPK, candidate_words
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class ListMerger:
         if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.numel() == rows:
             seq_lens = seq_lens.reshape(-1)
         lens = require_tensor("seq_lens", seq_lens, dtypes=_INTEGERS, shape=(rows,), device=device)
-        return lens.to(torch.int32).contiguous()
+        return narrow(lens).contiguous()
 
     def _placed(
         self, place: tuple[torch.Tensor | None, int | None, int | None], rows: int, device: torch.device

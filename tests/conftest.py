@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 torch.set_num_threads(1)
 
@@ -16,4 +17,7 @@ settings.load_profile("repeatable")
 # Derandomised examples still come from the numbers in the source of the modules that happen to be imported by then: a
 # property was tried on other examples alone than after other tests, and on others again in another division of the
 # tests among processes. tests/structure/test_repeatable.py notices if this name is gone.
-providers._get_local_constants = lambda: providers.Constants()
+with suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = lambda: providers.Constants()

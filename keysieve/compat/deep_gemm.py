@@ -181,10 +181,14 @@ def _lengths(context_lens: torch.Tensor, requests: int, next_n: int) -> torch.Te
         )
     if context_lens.dtype not in (torch.int32, torch.int64):
         refuse("context_lens", got=describe(context_lens), accepted="int32 or int64", remedy="Convert the lengths.")
-    before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
+    return lengths_up_to(context_lens, next_n)
+
+
+def lengths_up_to(last: torch.Tensor, next_n: int) -> torch.Tensor:
+    """int32 ``[requests, next_n]``: lengths of the rows of requests whose last rows have ``last`` keys each."""
+    before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=last.device)
     # Into 32 bits first: a length beyond them stays beyond every limit, and one far below 0 stays below it.
-    last = context_lens.reshape(-1, 1).clamp(0, MOST_INT32).to(torch.int32)
-    return (last + before).clamp_min(0)
+    return (last.reshape(-1, 1).clamp(0, MOST_INT32).to(torch.int32) + before).clamp_min(0)
 
 
 def _cache(kv_cache: torch.Tensor, spec: IndexerSpec, indices: torch.Tensor | None) -> IndexCache:

@@ -85,8 +85,7 @@ def row_lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
     """int32 ``[rows]``: vLLM's lengths ``[requests, next_n]`` as they are, or from each request's last row's length."""
     if seq_lens.numel() == rows:
         return seq_lens.reshape(rows)
-    before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=seq_lens.device)
-    return (seq_lens.reshape(-1, 1) + before).clamp_min(0).to(torch.int32).reshape(rows)
+    return deep_gemm.lengths_up_to(seq_lens, next_n).reshape(rows)
 
 
 class Topk:

@@ -9,6 +9,7 @@ import torch
 
 import keysieve as ks
 from keysieve.compat import deep_gemm
+from keysieve.integrations import vllm
 
 SPEC = ks.IndexerSpec(8, 64, "fp8_fp32", numerics="fp32")
 
@@ -50,3 +51,12 @@ def test_a_length_beyond_32_bits_is_not_taken_for_a_shorter_one(next_n: int, len
 def test_lengths_that_are_no_integers_are_refused(next_n: int, lens: Any) -> None:
     with pytest.raises(ks.KeysieveError, match="context_lens: got"):
         logits(next_n, lens)
+
+
+@pytest.mark.parametrize("next_n", [2, 3])
+def test_vllms_lengths_are_judged_alike(next_n: int) -> None:
+    last = torch.tensor([2**32 + 5, 600, 1, -(2**40)])
+    rows = vllm.row_lengths(last, next_n, 4 * next_n).view(4, next_n)
+    assert rows.dtype == torch.int32
+    assert rows[1:, -1].tolist() == [600, 1, 0]
+    assert rows[0].tolist() == [2**31 - next_n + i for i in range(next_n)]

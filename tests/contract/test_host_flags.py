@@ -96,3 +96,15 @@ def test_a_kv_table_without_columns_holds_no_keys_of_a_rank(device: Device) -> N
         call(indexer, {**arguments(), "kv_table": torch.zeros(2, columns, dtype=torch.int32)})
         limits.append([numbers[at] for (_, numbers), at in zip(device.launched[1:], (9, 22), strict=True)])
     assert limits == [[64, 64], [0, 0]]
+
+
+def test_a_merge_takes_no_length_beyond_32_bits_for_a_shorter_one(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.Tensor] = []
+    monkeypatch.setattr(sm90_merge.Merger, "merge", lambda _self, _words, lens, *_, **_named: taken.append(lens))
+    words, lens = torch.zeros(2, 3, 9, dtype=torch.int32), torch.tensor([2**32 + 5, 7, 5 - 2**32])
+    merger = device.install(monkeypatch).merger
+    merger.merge(words, 16, 0, 1, 1, lens, torch.zeros(2, 3, 17, dtype=torch.int32), (None, None, None))
+    assert taken[0].dtype == torch.int32
+    assert taken[0].tolist() == [2**31 - 1, 7, -1]
