@@ -1,4 +1,4 @@
-"""Every deliberate fault is found by ``keysieve check`` within CASES cases, made small, and comes back from its seed."""
+"""Every deliberate fault is found by ``keysieve check`` within 300 cases, made small, and comes back from its seed."""
 
 from __future__ import annotations
 
