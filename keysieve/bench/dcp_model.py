@@ -25,7 +25,6 @@ no machine of more than two devices was measured.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from keysieve.bench.places import require_file
+from keysieve.bench.report import lines_of
 from keysieve.checks import refuse
 from keysieve.spec import candidate_words, default_topn
 
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         remedy = "Measure with `keysieve bench dcp-virtual` and `keysieve bench dcp`, both with --out."
         refuse("--records", got=f"{args.records}, which is not there", accepted="a file of JSON lines", remedy=remedy)
     require_file("--figure", args.figure)
-    records = [json.loads(line) for line in args.records.read_text().splitlines() if line.strip()]
+    records = list(lines_of(args.records, "--records"))
     found = model(records)
     m, k = found.alone, found.link
     terms = f"{m.values[0]:.2f} + {m.values[1]:.2f} * work + {m.values[2]:.2f} * kilopairs * W * later"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,7 @@ def read(paths: Iterable[Path]) -> Measurements:
     newest: dict[tuple[Any, ...], Line] = {}
     inexact = 0
     for path in paths:
-        try:
-            text = path.read_text("utf-8", errors="replace")
-        except OSError as error:
-            refuse("FILE", got=f"{path} ({error.strerror})", accepted="a file of JSON lines", remedy="Check the path.")
-        for number, raw in enumerate(text.splitlines(), 1):
-            if not raw.strip():
-                continue
-            line = _parse(path, number, raw)
+        for line in lines_of(path):
             if line["exact"] is not True:
                 inexact += 1
                 continue
@@ -85,14 +78,29 @@ def read(paths: Iterable[Path]) -> Measurements:
     return Measurements(tuple(newest.values()), inexact)
 
 
-def _parse(path: Path, number: int, raw: str) -> Line:
+def lines_of(path: Path, argument: str = "FILE") -> Iterator[Line]:
+    """The measurements of one file, exact or not; empty lines are passed over.
+
+    Raises:
+        KeysieveError: as :func:`read`; the text names `argument`.
+    """
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except OSError as error:
+        refuse(argument, got=f"{path} ({error.strerror})", accepted="a file of JSON lines", remedy="Check the path.")
+    for number, raw in enumerate(text.splitlines(), 1):
+        if raw.strip():
+            yield _parse(argument, f"{path}:{number}", raw)
+
+
+def _parse(argument: str, place: str, raw: str) -> Line:
     try:
         line = json.loads(raw)
         missing = [name for name in ("device", "op", "case", "us", "exact") if name not in line]
     except (json.JSONDecodeError, TypeError) as error:
-        refuse("FILE", got=f"{path}:{number} ({error})", accepted="one JSON object a line", remedy="Mend the line.")
+        refuse(argument, got=f"{place} ({error})", accepted="one JSON object a line", remedy="Mend the line.")
     if missing:
-        refuse("FILE", got=f"{path}:{number} without {missing}", accepted="a measurement", remedy="Mend the line.")
+        refuse(argument, got=f"{place} without {missing}", accepted="a measurement", remedy="Mend the line.")
     parsed: Line = line
     return parsed
 

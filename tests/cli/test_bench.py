@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from keysieve.bench import plot, report
+from keysieve.bench import dcp_model, plot, report
+from keysieve.checks import KeysieveError
 from keysieve.cli import main as cli
 from keysieve.cli.bench import TOPICS
 
@@ -89,6 +90,17 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert cli.main(["bench", "plot", str(written(tmp_path / "a.jsonl", {})), "--op", "sleep"]) == 2
     assert "--op: got 'sleep'; accepted: 'step'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "told"), [("no json", ":1 (Expecting value"), ('\n{"op": "merge"}', ":2 without")])
+def test_the_cost_model_names_bad_lines_as_tables_do(tmp_path: Path, text: str, told: str) -> None:
+    """It read its file by itself once, and ended in a traceback of the parser."""
+    records = tmp_path / "bad.jsonl"
+    records.write_text(text)
+    with pytest.raises(KeysieveError) as caught:
+        dcp_model.main(["--records", str(records)])
+    assert "--records" in str(caught.value)
+    assert f"{records}{told}" in str(caught.value)
 
 
 def test_plot_draws_one_picture_per_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
