@@ -230,10 +230,13 @@ class Sm90DcpRunner(StreamWorkspace):
         """Count the call."""
         self._dcp.calls += 1
 
-    def interrupted(self) -> None:
-        """Not all of a call was launched."""
+    def interrupted(self, error: BaseException, began: bool) -> None:
+        """Not all of a call was launched, for ``error``: raised as what a merge reported, if one did."""
         if self._exchange is not None:
-            self._exchange.interrupted()
+            if began:
+                self._exchange.interrupted()
+            if isinstance(error, RuntimeError):
+                self._exchange.raise_instead(error, self._device)
 
     def prepare(self, step: Step | None) -> None:
         """What comes before the scorer: a replicated cache's narrowed table."""
@@ -257,10 +260,13 @@ class Sm90DcpRunner(StreamWorkspace):
             ExchangeError: a merge gave up: rank, row, call, source and round are named.
             DeviceFault: the text says what was met and what its result was.
         """
-        self.refuse_in_capture()
-        if self._exchange is not None:
+        if self._exchange is None:
+            super().check()
+            return
+        with self._exchange.translated(self._device):  # after a trap CUDA may not even say whether a stream is captured
+            self.refuse_in_capture()
             self._exchange.check(self._device)
-        super().check()
+            super().check()
 
 
 class DcpRelaunch:
@@ -332,13 +338,14 @@ class DcpRelaunch:
         runner = self._runner
         score, offer, merge = self._parts
         with self.lock:
-            stream = self.raw_stream(self.index)
-            if stream != self.turns.stream:
-                self.turns.take_turns(stream)
-            if pushes:
-                runner.begin()
+            began = not pushes
             try:
+                stream = self.raw_stream(self.index)
+                if stream != self.turns.stream:
+                    self.turns.take_turns(stream)
                 if pushes:
+                    runner.begin()
+                    began = True
                     if self._take_lengths is not None:
                         self._take_lengths(seq_lens)
                     runner.prepare(step)
@@ -348,6 +355,6 @@ class DcpRelaunch:
                     runner.between(seq_lens, int(given[-1]))
                 if merges:
                     merge(*given, stream)
-            except BaseException:
-                runner.interrupted()
+            except BaseException as error:
+                runner.interrupted(error, began)
                 raise

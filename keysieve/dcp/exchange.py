@@ -7,18 +7,19 @@ together, when the first indexer is built; where they cannot, the same calls go 
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
-from pathlib import Path
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from keysieve.checks import UnsupportedError, message, refuse, require_int
+from keysieve.checks import DeviceFault, UnsupportedError, message, refuse, require_int
 from keysieve.dcp import exchange_report
 from keysieve.dcp.base import ContextParallel, ExchangeError, Winners, require_timeout
 from keysieve.dcp.exchange_memory import ExchangeMemory, VirtualBlocks, symmetric
+from keysieve.dcp.exchange_reach import everyones, no_peers
 from keysieve.dcp.gather import DEFAULT_TIMEOUT, Gather
 from keysieve.dcp.group import require_group
 from keysieve.dcp.layout import ExchangeLayout
@@ -27,7 +28,11 @@ from keysieve.launch import capturing
 from keysieve.plan import Sharding
 from keysieve.spec import MAX_TOPK, MAX_WORLD, IndexerSpec, default_topn
 
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+LOOK: Final = 0.002
+"""Seconds between two looks for a report while the device is waited for."""
+
+_EVERY: Final[weakref.WeakSet[Exchange]] = weakref.WeakSet()
+"""Of this process: those on one device share a CUDA context, and lose it together."""
 
 
 class Exchange(ContextParallel):
@@ -81,6 +86,7 @@ class Exchange(ContextParallel):
         self._memories: dict[ExchangeLayout, ExchangeMemory] = {}
         self._broken: str | None = None
         self._lost = False
+        _EVERY.add(self)
 
     # --- what an indexer calls ---------------------------------------------------------------------------------
 
@@ -112,6 +118,7 @@ class Exchange(ContextParallel):
 
     def bind(self, spec: IndexerSpec, *, max_rows: int, max_context: int, device: torch.device | str) -> Sharding:
         where = torch.device(device)
+        self._raise_reported()
         if capturing():
             refuse(
                 "dcp",
@@ -192,33 +199,90 @@ class Exchange(ContextParallel):
         Raises:
             ExchangeError: a merge gave up, or a call was left out or interrupted.
         """
-        for memory in self._memories.values():
-            if exchange_report.written(memory.report):
-                raise ExchangeError(self.failure())
+        self._raise_reported()
         if self._broken is not None:
             raise ExchangeError(f"this exchange failed before and its ranks are out of step: {self._broken}")
+
+    def _reported(self) -> bool:
+        """Has a merge of this rank left a report? Neither CUDA nor the device is asked."""
+        return any(exchange_report.written(memory.report) for memory in self._memories.values())
+
+    def _raise_reported(self) -> None:
+        if self._reported():
+            raise ExchangeError(self.failure())
+
+    @contextmanager
+    def translated(self, device: torch.device) -> Iterator[None]:
+        """What a merge reported, before the block and after it, and instead of what CUDA raises in it.
+
+        After a trap every call of CUDA's may raise, even a question: one that is asked on the way to naming the peer is
+        asked in here.
+
+        Raises:
+            ExchangeError: rank, row, call, source and round are named.
+        """
+        self._raise_reported()
+        try:
+            yield
+        except RuntimeError as error:
+            self.raise_instead(error, device)
+            raise
+        self._raise_reported()
+
+    def raise_instead(self, error: RuntimeError, device: torch.device) -> None:
+        """Raise what a merge reported, if one did, in the place of an error that followed from it.
+
+        The merge may be of another exchange of this process on the device, whose context this one loses as well.
+        """
+        if isinstance(error, ExchangeError | DeviceFault):
+            return
+        text = self.failure() or self._others(device)
+        if text is not None:
+            raise ExchangeError(text) from error
+
+    def _others(self, device: torch.device) -> str | None:
+        """What a merge of another exchange reported before it took this device's context with it, or None."""
+        for other in list(_EVERY):
+            if device.type == "cuda" and other._decided == device and (text := other.failure()) is not None:
+                self._lose()
+                return text
+        return None
 
     def interrupted(self) -> None:
         """Only a part of a call's kernels was launched: no later call of this rank can be in step."""
         self._broken = f"call {self.calls} was interrupted on rank {self.rank} in the middle of its launches"
 
     def check(self, device: torch.device) -> None:
-        """Wait for the device and translate what a merge reported.
+        """Wait for the device, or until a merge has reported, and translate what it reported.
 
         Raises:
             ExchangeError: a peer did not answer, or made another call; rank, row, call, source and round are named.
         """
-        try:
+        with self.translated(device):
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            text = self.failure()
-            if text is None:
-                raise
-            raise ExchangeError(text) from error
-        text = self.failure()
-        if text is not None:
-            raise ExchangeError(text)
+                self._wait(device)
+
+    def _wait(self, device: torch.device) -> None:
+        """Until the device has done everything, or a merge has reported. A report is in this process's memory when its
+        kernel traps; that the context is lost the driver tells seconds later, and half a minute later where processes
+        share the device, one after the other."""
+        index = (
+            torch.cuda.current_device() if device.index is None else device.index
+        )  # each thread has its own current one
+        failed: list[Exception] = []
+
+        def synchronise() -> None:
+            try:
+                torch.cuda.synchronize(index)
+            except Exception as error:
+                failed.append(error)
+
+        waiter = threading.Thread(target=synchronise, name="keysieve-check", daemon=True)
+        waiter.start()
+        while waiter.is_alive() and not self._reported():
+            waiter.join(LOOK)
+        if failed:
+            raise failed[0]
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -242,7 +306,7 @@ class Exchange(ContextParallel):
         except UnsupportedError as error:
             text = str(error)
         # Also the barrier behind the zeroing: nobody pushes before everybody's block is zero.
-        failed = [f"rank {r}: {t}" for r, t in enumerate(_everyones(text, self.group, self.world)) if t is not None]
+        failed = [f"rank {r}: {t}" for r, t in enumerate(everyones(text, self.group, self.world)) if t is not None]
         if failed or memory is None:
             raise UnsupportedError("; ".join(failed))
         return memory
@@ -259,7 +323,7 @@ class Exchange(ContextParallel):
                 )
             return
         if self._blocks is None:
-            why = "it was asked for (gather=True)" if self._forced else self._no_peers(device)
+            why = "it was asked for (gather=True)" if self._forced else no_peers(device, self.group, self.world)
             if why is not None:
                 if self._forced is False:
                     remedy = "Leave gather out, or use ranks of one host whose GPUs have peer access."
@@ -269,21 +333,6 @@ class Exchange(ContextParallel):
                 self.reason = why
                 self._gather = Gather(self.group, None, self.interleave, self.sharded, timeout=self.timeout)
         self._decided = device
-
-    def _no_peers(self, device: torch.device) -> str | None:
-        """Why the ranks cannot push into each other's memory, the same answer on all of them; or None. Collective."""
-        mine = (_host(), str(device), _uuid(device), _unusable(device))
-        everyones = _everyones(mine, self.group, self.world)
-        # What a rank sees of the others' devices may differ: verdicts are exchanged as well, and the first one holds.
-        found = _first(_everyones(judged(everyones, visible=_reach(device)), self.group, self.world))
-        if found is not None:
-            return found
-        why: str | None = None
-        try:
-            symmetric(ExchangeLayout(ExchangeShape(self.world, 1, 1, 1)), device, self.group)
-        except UnsupportedError as error:
-            why = str(error)
-        return _first(_everyones(why, self.group, self.world))
 
 
 def virtual_ranks(
@@ -312,73 +361,3 @@ def virtual_ranks(
         one._begin(world, rank, topn, interleave, sharded, timeout)
         made.append(one)
     return made
-
-
-def judged(ranks: Sequence[tuple[str, str, str, str | None]], visible: dict[str, bool] | None = None) -> str | None:
-    """Why ranks with these (host, device, its identity, own reason) cannot exchange, or None.
-
-    visible: what this process knows of devices by their identity: can its own device and they reach each other?
-    """
-    for rank, (_, where, _, reason) in enumerate(ranks):
-        if reason is not None:
-            return f"rank {rank} on {where}: {reason}"
-    hosts = {host for host, *_ in ranks}
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    owners: dict[str, int] = {}
-    for rank, (_, where, identity, _) in enumerate(ranks):
-        if identity in owners:
-            return f"ranks {owners[identity]} and {rank} share one device ({where})"
-        owners[identity] = rank
-    for rank, (_, where, identity, _) in enumerate(ranks):
-        if visible is not None and visible.get(identity) is False:
-            return f"the device of rank {rank} ({where}) has no peer access to the others"
-    return None
-
-
-def _host() -> str:
-    """This machine, so that two containers of one host are told from two hosts with one name."""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return f"{boot or socket.gethostname()}"
-
-
-def _uuid(device: torch.device) -> str:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return f"{device}"
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _unusable(device: torch.device) -> str | None:
-    """Why this rank's device cannot take part, or None."""
-    if device.type != "cuda":
-        return "peer memory is a matter of CUDA devices"
-    try:
-        import torch.distributed._symmetric_memory  # is it there?
-    except ImportError as error:
-        return f"torch {torch.__version__} has no symmetric memory ({error})"
-    return None
-
-
-def _reach(device: torch.device) -> dict[str, bool] | None:
-    """Of every CUDA device that this process sees, by identity: can ``device`` and it reach each other?"""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    mine = torch.cuda.current_device() if device.index is None else device.index
-    found: dict[str, bool] = {}
-    for other in range(torch.cuda.device_count()):
-        both = other == mine or (
-            torch.cuda.can_device_access_peer(mine, other) and torch.cuda.can_device_access_peer(other, mine)
-        )
-        found[str(torch.cuda.get_device_properties(other).uuid)] = both
-    return found
-
-
-def _everyones(mine: Any, group: Any, world: int) -> list[Any]:
-    """``mine`` of every rank, in rank order; collective."""
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
-def _first(texts: Sequence[str | None]) -> str | None:
-    return next((text for text in texts if text is not None), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from faked_gpu import SPEC, Device, arguments, call
 
 import keysieve as ks
+from keysieve import sm90_step
 from keysieve.dcp import ExchangeError
 from keysieve.dcp.exchange import Exchange, virtual_ranks
 from keysieve.device.report import REPORT_MAGIC, REPORT_WORDS
@@ -52,21 +54,154 @@ def test_a_step_is_three_launches_with_the_call_s_site(device: Device) -> None:
     assert one.calls == 2
 
 
-def test_a_reported_failure_is_raised_by_check_and_by_the_next_call(device: Device) -> None:
-    (one, indexer), _ = ranks()
-    call(indexer, arguments())
+EXPECTED = r"rank 0, row 3, call 17 \(4 rows, site 7, length 100\).*source rank 1: expected tag 17, seen 15.*round 1"
+
+
+def report(one: Exchange) -> None:
+    """As a merge of this rank does before it traps."""
     assert one.memory is not None
     words = [REPORT_MAGIC, 0, 3, 1, 17, 15, 1, 4 << 16 | 7, 0, 100, 0, 17] + [0] * (REPORT_WORDS - 12)
     one.memory.report.copy_(torch.frombuffer(bytearray(struct.pack("<16I", *words)), dtype=torch.uint8))
-    expected = (
-        r"rank 0, row 3, call 17 \(4 rows, site 7, length 100\).*source rank 1: expected tag 17, seen 15.*round 1"
-    )
-    with pytest.raises(ExchangeError, match=expected):
+
+
+def lost(one: Exchange | None = None) -> Any:
+    """What every call of CUDA's does in a lost context, questions as well. one: whose merge reports just before."""
+    if one is not None:
+        report(one)
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_a_reported_failure_is_raised_by_check_and_by_the_next_call(device: Device) -> None:
+    (one, indexer), _ = ranks()
+    call(indexer, arguments())
+    report(one)
+    with pytest.raises(ExchangeError, match=EXPECTED):
         indexer.check()
     before = len(device.launched)
-    with pytest.raises(ExchangeError, match=expected):
+    with pytest.raises(ExchangeError, match=EXPECTED):
         call(indexer, arguments())
     assert len(device.launched) == before
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_check_names_the_peer_where_cuda_answers_nothing(
+    device: Device, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Not even whether a stream is captured: the error may have surfaced elsewhere first, or do so in this check."""
+    (one, indexer), _ = ranks()
+    call(indexer, arguments())
+    if when == "before":
+        report(one)
+    monkeypatch.setattr(sm90_step, "capturing", lambda: lost(one))
+    with pytest.raises(ExchangeError, match=EXPECTED):
+        indexer.check()
+    assert device.launched
+
+
+@pytest.mark.parametrize("at", ["the stream's turn", "a launch"])
+def test_a_call_that_a_trap_meets_halfway_names_the_peer(
+    device: Device, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    (one, indexer), _ = ranks()
+    call(indexer, arguments())
+
+    class Trapped(list[Any]):
+        def append(self, item: Any) -> None:  # noqa: ARG002  # nothing is launched any more
+            lost(one)
+
+    if at == "a launch":
+        device.launched = Trapped()
+    else:
+        device.stream = 5
+        monkeypatch.setattr(sm90_step, "capturing", lambda: lost(one))
+    with pytest.raises(ExchangeError, match=EXPECTED) as raised:
+        call(indexer, arguments())
+    assert "unspecified launch failure" in str(raised.value.__cause__)
+
+
+def test_an_error_that_no_merge_reported_stays_what_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, indexer), _ = ranks()
+    call(indexer, arguments())
+    monkeypatch.setattr(sm90_step, "capturing", lost)
+    with pytest.raises(RuntimeError, match="unspecified") as raised:
+        indexer.check()
+    assert not isinstance(raised.value, ExchangeError)
+    device.stream = 5
+    with pytest.raises(RuntimeError, match="unspecified") as raised:
+        call(indexer, arguments())
+    assert not isinstance(raised.value, ExchangeError)
+
+
+@pytest.mark.usefixtures("device")
+def test_exchanges_on_one_device_of_a_process_lose_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no report of its own, and the context that rank 0's merge took with it."""
+    (one, _), (two, _) = ranks()
+    (elsewhere, _), _ = ranks()
+    here = torch.device("cuda", 77)
+    one._decided, two._decided, elsewhere._decided = here, here, torch.device("cuda", 78)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: lost())
+    with pytest.raises(RuntimeError, match="unspecified"):
+        two.check(here)
+    report(one)
+    with pytest.raises(ExchangeError, match=EXPECTED):
+        two.check(here)
+    with pytest.raises(RuntimeError, match="unspecified"):
+        elsewhere.check(torch.device("cuda", 78))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    elsewhere.check(torch.device("cuda", 78))
+
+
+@pytest.mark.usefixtures("device")
+def test_no_indexer_is_built_after_a_failure() -> None:
+    (one, _), _ = ranks()
+    report(one)
+    with pytest.raises(ExchangeError, match=EXPECTED):
+        ks.DecodeIndexer(SPEC, 4, 768, next_n=(1, 2), device="cpu", dcp=one)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_check_does_not_wait_for_a_device_that_recovers_from_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is there seconds before the driver says that the context is lost."""
+    (one, _), _ = ranks()
+    recovered = threading.Event()
+
+    def synchronize(_device: int) -> None:
+        report(one)
+        assert recovered.wait(60)
+        lost()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    try:
+        with pytest.raises(ExchangeError, match=EXPECTED):
+            one.check(torch.device("cuda", 0))
+        assert not recovered.is_set()
+    finally:
+        recovered.set()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_check_that_waited_for_the_device_tells_its_error(monkeypatch: pytest.MonkeyPatch, reports: bool) -> None:
+    (one, _), _ = ranks()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: lost(one if reports else None))
+    with pytest.raises(RuntimeError, match=EXPECTED if reports else "unspecified") as raised:
+        one.check(torch.device("cuda", 0))
+    assert isinstance(raised.value, ExchangeError) == reports
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    if not reports:
+        one.check(torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("device")
+def test_a_check_waits_for_the_callers_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits: a thread begins with device 0 as its current one."""
+    (one, _), _ = ranks()
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if threading.current_thread().daemon else 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    one.check(torch.device("cuda"))
+    one.check(torch.device("cuda", 5))
+    assert waited == [3, 5]
 
 
 def test_a_refused_call_leaves_the_exchange_usable_and_a_left_out_one_does_not(device: Device) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import keysieve as ks
 from dcp.processes import run_ranks
 from keysieve.dcp import ExchangeError, exchange_report
-from keysieve.dcp.exchange import Exchange, judged, virtual_ranks
+from keysieve.dcp.exchange import Exchange, virtual_ranks
 from keysieve.dcp.exchange_memory import ExchangeMemory, VirtualBlocks
+from keysieve.dcp.exchange_reach import judged
 from keysieve.dcp.layout import ALIGNMENT, ExchangeLayout
 from keysieve.dcp.memory import ExchangeShape
 from keysieve.device.report import REPORT_MAGIC, REPORT_WORDS, STAGE_FLAG, STAGE_SIGNATURE, STAGE_WORDS
