@@ -277,7 +277,9 @@ class Exchange(ContextParallel):
             except Exception as error:
                 failed.append(error)
 
-        waiter = threading.Thread(target=synchronise, name="keysieve-check", daemon=True)
+        # No daemon: one that comes back to an interpreter which has ended takes the process with it. So the end of a
+        # process, not the error, waits for the driver.
+        waiter = threading.Thread(target=synchronise, name="keysieve-check", daemon=False)
         waiter.start()
         while waiter.is_alive() and not self._reported():
             waiter.join(LOOK)
