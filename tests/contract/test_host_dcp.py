@@ -197,7 +197,9 @@ def test_a_check_waits_for_the_callers_current_device(monkeypatch: pytest.Monkey
     """Whoever waits: a thread begins with device 0 as its current one."""
     (one, _), _ = ranks()
     waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 * (threading.current_thread() is threading.main_thread()))
+    monkeypatch.setattr(
+        torch.cuda, "current_device", lambda: 3 * (threading.current_thread() is threading.main_thread())
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     one.check(torch.device("cuda"))
     one.check(torch.device("cuda", 5))
