@@ -222,6 +222,46 @@ def test_lengths_beyond_the_context_leave_their_row_empty(device: torch.device) 
         assert "max_context" in raised(ks.DeviceFault, rank.indexer.check)
 
 
+def test_a_rank_without_a_block_table_holds_nothing(device: torch.device) -> None:
+    """No column of a block table, or of any table, on a rank that owns no key: what one rank selects, and no fault."""
+    case = Geometry(2, topk=512, interleave=4096, lens=(4096, 100, 0, 3000), heads=8, max_context=16384)
+    ranks, alone = both(Context(case, device), [device] * 2)
+    whole = alone.call()
+    for tables in (("kv_table",), ("kv_table", "table")):
+        for name in tables:
+            setattr(ranks[1], name, getattr(ranks[1], name)[:, :0])
+        for site in range(3):
+            found = step(ranks, site=site)
+            hold(ranks, found, whole)
+            assert int(found[1].counts.abs().sum()) == 0
+        for rank in ranks:
+            rank.indexer.check()
+
+
+@cases(512, 256)
+def test_keys_beyond_a_rank_s_block_table_are_offered_to_nobody(device: torch.device, case: int) -> None:
+    """Its table has no columns: the others select without it and are not told, in a second round too; it is."""
+    shape = Geometry(2, topk=512, topn=case, interleave=64, lens=(5000, 64, 0, 9000), heads=8)
+    ranks, _ = both(Context(shape, device), [device] * 2)
+    first = ranks[0]
+    own = ks.local_seq_lens(first.lens, 2, 0, 64)
+    one = ks.DecodeIndexer(first.context.spec, len(shape.lens), first.owned.numel(), device=device)
+    kept = one(first.query[0], first.cache, first.weights, own, first.table)
+    torch.cuda.synchronize()
+    want = torch.where(kept.rows < 0, -1, kept.rows // 64 * 128 + kept.rows % 64)
+    ranks[1].kv_table = ranks[1].kv_table[:, :0]
+    for site in range(3):
+        found = step(ranks, site=site)
+        for rank, selection in zip(ranks, found, strict=True):
+            assert torch.equal(selection.positions, want), f"rank {rank.dcp.rank}"
+        assert torch.equal(found[0].counts, kept.counts)
+        assert int(found[1].counts.abs().sum()) == 0
+        assert bool((found[1].rows == -1).all())
+        first.indexer.check()
+        raised(ks.DeviceFault, ranks[1].indexer.check)
+    assert int(first.dcp.memory.seq2.max()) == 3 * (case < 512)
+
+
 def test_known_forms_are_repeated_with_their_site(device: torch.device) -> None:
     """The second call of a form is not checked again; the site is still its own."""
     case = Geometry(1, lens=(3000, 5000), heads=8)
