@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         remedy = "Measure with `keysieve bench dcp-virtual` and `keysieve bench dcp`, both with --out."
         refuse("--records", got=f"{args.records}, which is not there", accepted="a file of JSON lines", remedy=remedy)
     require_file("--figure", args.figure)
-    records = list(lines_of(args.records, "--records"))
+    records = list(lines_of(args.records))
     found = model(records)
     m, k = found.alone, found.link
     terms = f"{m.values[0]:.2f} + {m.values[1]:.2f} * work + {m.values[2]:.2f} * kilopairs * W * later"

@@ -78,29 +78,29 @@ def read(paths: Iterable[Path]) -> Measurements:
     return Measurements(tuple(newest.values()), inexact)
 
 
-def lines_of(path: Path, argument: str = "FILE") -> Iterator[Line]:
+def lines_of(path: Path) -> Iterator[Line]:
     """The measurements of one file, exact or not; empty lines are passed over.
 
     Raises:
-        KeysieveError: as :func:`read`; the text names `argument`.
+        KeysieveError: as :func:`read`.
     """
     try:
         text = path.read_text("utf-8", errors="replace")
     except OSError as error:
-        refuse(argument, got=f"{path} ({error.strerror})", accepted="a file of JSON lines", remedy="Check the path.")
+        refuse("FILE", got=f"{path} ({error.strerror})", accepted="a file of JSON lines", remedy="Check the path.")
     for number, raw in enumerate(text.splitlines(), 1):
         if raw.strip():
-            yield _parse(argument, f"{path}:{number}", raw)
+            yield _parse(f"{path}:{number}", raw)
 
 
-def _parse(argument: str, place: str, raw: str) -> Line:
+def _parse(place: str, raw: str) -> Line:
     try:
         line = json.loads(raw)
         missing = [name for name in ("device", "op", "case", "us", "exact") if name not in line]
     except (json.JSONDecodeError, TypeError) as error:
-        refuse(argument, got=f"{place} ({error})", accepted="one JSON object a line", remedy="Mend the line.")
+        refuse("FILE", got=f"{place} ({error})", accepted="one JSON object a line", remedy="Mend the line.")
     if missing:
-        refuse(argument, got=f"{place} without {missing}", accepted="a measurement", remedy="Mend the line.")
+        refuse("FILE", got=f"{place} without {missing}", accepted="a measurement", remedy="Mend the line.")
     parsed: Line = line
     return parsed
 

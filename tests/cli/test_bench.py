@@ -99,7 +99,6 @@ def test_the_cost_model_names_bad_lines_as_tables_do(tmp_path: Path, text: str, 
     records.write_text(text)
     with pytest.raises(KeysieveError) as caught:
         dcp_model.main(["--records", str(records)])
-    assert "--records" in str(caught.value)
     assert f"{records}{told}" in str(caught.value)
 
 
