@@ -12,17 +12,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx
-from keysieve.kernels import schedule_homes as homes
+from keysieve.kernels.schedule_spread import spread
 from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, plain_tiles, shape_of, smem_map
 from keysieve.kernels.sm90_mxfp4_consume import consume as consume_late
+from keysieve.kernels.sm90_mxfp4_feed import stream_keys
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
 from keysieve.kernels.sm90_mxfp4_places import place_tiles
 from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
 from keysieve.kernels.sm90_mxfp4_rows import WideRows
-from keysieve.kernels.sm90_mxfp4_send import Pages, send_batch
+from keysieve.kernels.sm90_mxfp4_send import Pages
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
-from keysieve.kernels.sm90_score_load import Boxes
+from keysieve.kernels.sm90_score_load import BATCH, Boxes
 from keysieve.kernels.sm90_score_math import consume
 from keysieve.spec import HEAD_DIM
 
@@ -44,6 +45,8 @@ class WideShared(Shared):
 class Mxfp4Kernel(ScoreKernel):
     """The scorer of one configuration; `entry_mxfp4` is what is compiled and called."""
 
+    asks_all = True
+
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
         self.config = config
         self.shape = shape_of(config) if shape is None else shape
@@ -53,6 +56,7 @@ class Mxfp4Kernel(ScoreKernel):
         self.query_warp = self.key_warp + 1
         self.report_warp = self.key_warp + self.shape.producer_warps - 1
         self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
+        self.asked_rounds = BATCH
         self.boxes = Boxes(HEAD_DIM, PAGE_SLOT // HEAD_DIM, PAGE_SLOT, PAGE_SLOT)
 
     @cute.jit
@@ -103,7 +107,7 @@ class Mxfp4Kernel(ScoreKernel):
             limit,
             skip,
             capacity,
-            homes.reciprocal(requests),
+            spread(requests, blocks),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.shape.threads, 1, 1),
@@ -142,15 +146,16 @@ class Mxfp4Kernel(ScoreKernel):
         if warp > self.query_warp:
             place_tiles(self, shared, warp - Int32(self.query_warp + 1))
 
+    def stream_keys(self, shared: Any, sources: Any, pages: Any, *arguments: Any) -> None:
+        """The work of the key warp."""
+        del pages
+        stream_keys(self, shared, sources, *arguments)
+
     def prefetch_pages(self, key_copy: Any) -> None:
         """Pages have no descriptor."""
 
     def prefetch_rows(self, row_copy: Any) -> None:
         """Queries have no descriptor."""
-
-    def send_batch(self, shared: Any, pages: Any, *batch: Any) -> Any:
-        """The tiles of a batch into the ring, by lanes."""
-        return send_batch(self, shared, pages, *batch)
 
     def scale_words(self, shared: Any, slot: Int32) -> Uint32:
         """Shared address of the 64 scale words of a page of the ring: behind its keys."""

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import numerics, packed, ptx
-from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, product_column, request_column
+from keysieve.kernels.sm90_mxfp4_config import KEY_BYTES, LEAN, product_column, request_column
 from keysieve.kernels.sm90_mxfp4_scales import (
     MAGNITUDES,
     NAN_BITS,
@@ -73,6 +73,8 @@ def widen_queries(
             head = Int64(row) * Int64(config.heads) + Int64(first + Int32(TOGETHER * part) + (lane >> Int32(2)))
             at = query + head * Int64(KEY_BYTES) + Int64(block) * Int64(16)
             loaded.append((ptx.load_v4(at), ptx.load(words + head * Int64(4), Uint32)))
+        if cutlass.const_expr(config.columns <= LEAN):
+            cute.arch.sync_warp()  # or the assembler may wait for each in turn
         for part in cutlass.range_constexpr(many):
             column = Uint32(first + Int32(TOGETHER * part)) + low
             four, word = loaded[part]

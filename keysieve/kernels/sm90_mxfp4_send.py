@@ -80,6 +80,43 @@ def spoil_pages(kernel: cutlass.Constexpr[Any], shared: Any, bad: Uint32, slot: 
 
 
 @cute.jit
+def send_home(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    pages: Any,
+    code: Int32,
+    request: Int32,
+    within: Int32,
+    count: Int32,
+    lane: Int32,
+    policy: Int64,
+) -> None:
+    """The block's first `count` tiles, all of `request`, into a ring that nothing has been sent to, two lanes a tile.
+
+    What `send_batch` does with them, by few instructions: everybody waits for these, and none is in a cache yet.
+    """
+    pair = lane >> Int32(1)
+    here = pair < count
+    other = cute.arch.shuffle_sync_bfly(code, 1)
+    bad = Uint32(cute.arch.vote_ballot_sync(here & (code == Int32(BAD_PAGE))))
+    if bad != Uint32(0):
+        spoil_pages(kernel, shared, bad, lane, lane)
+    full = shared.key_full + pair
+    if here & ((lane & Int32(1)) == Int32(0)):
+        nbytes = (Int32(code >= Int32(0)) + Int32(other >= Int32(0))) * Int32(kernel.boxes.page_bytes)
+        descriptor = shared.descriptors + Uint32(pair) * Uint32(16)
+        ptx.store_shared_v4(descriptor, Uint32(request), Uint32(within), Uint32(0), Uint32(0))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
+    cute.arch.sync_warp()
+    if here & (code >= Int32(0)):
+        target = shared.keys + Uint32(lane) * Uint32(kernel.boxes.slot_bytes)
+        source = pages.keys + Int64(code) * pages.stride
+        ptx.bulk_load(target, source, Int32(kernel.boxes.page_bytes), ptx.smem_addr(full), policy)
+    cute.arch.sync_warp()
+    score_trace.mark(kernel, shared, score_trace.COPYING, count >= Int32(0))
+
+
+@cute.jit
 def send_batch(
     kernel: cutlass.Constexpr[Any],
     shared: Any,
@@ -142,7 +179,6 @@ def send_batch(
             full = ptx.smem_addr(shared.key_full + place)
             ptx.bulk_load(target, source, Int32(kernel.boxes.page_bytes), full, policy)
         cute.arch.sync_warp()
-        score_trace.mark_first(kernel, shared, score_trace.COPYING)
         sent = sent + tiles
         stage = stage + tiles
         if stage >= Int32(stages):

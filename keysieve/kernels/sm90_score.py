@@ -97,6 +97,9 @@ class ScoreKernel(Frame):
     sends_alike = True
     """Its key warp sends batches of one request in a loop of their own, see `sm90_score_send`."""
 
+    asks_all = False
+    """Its key warp asks at once for the first lengths of all requests that a lane may have, see `ask_ahead`."""
+
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
         self.config = config
         self.shape = shape_of(config) if shape is None else shape
@@ -209,7 +212,7 @@ class ScoreKernel(Frame):
         limit: Int32,
         skip: Int32,
         capacity: Int32,
-        over: Int32,
+        over: Any,
     ) -> None:
         shape = self.shape
         maxima = self.config.layout == PITCHED_TOPS
@@ -234,6 +237,8 @@ class ScoreKernel(Frame):
                 [Int32(0) for _ in range(schedule.few(self.config.next_n) // 32)],
                 [Int32(0) for _ in range(self.config.next_n)],
             )
+        elif cutlass.const_expr(self.asks_all):
+            raw = [Int32(0) for _ in range(schedule.few(self.config.next_n) // 32)]
         page = Int32(0)
         if warp == self.key_warp and led != Int32(0):
             raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks, over)
@@ -248,8 +253,7 @@ class ScoreKernel(Frame):
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_decrease(shape.registers[0])
             if warp == self.key_warp:
-                stream_keys(
-                    self,
+                self.stream_keys(
                     shared,
                     key_copy,
                     key_pages,
@@ -326,6 +330,10 @@ class ScoreKernel(Frame):
     def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
         """The work of a consumer thread."""
         consume(self, shared, self.products(shared, thread), targets, thread, led)
+
+    def stream_keys(self, shared: Any, *arguments: Any) -> None:
+        """The work of the key warp."""
+        stream_keys(self, shared, *arguments)
 
     def assist(self, shared: Any, warp: Int32) -> None:
         """What producer warps beside the first two do."""

@@ -111,7 +111,7 @@ def ask_ahead(
     the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet.
 
     Where a cut is `early`, in place of the first: (the first length of each of the lane's requests, the lengths of the
-    block's home request)."""
+    block's home request). Where a kernel `asks_all`: the first length of each of the lane's requests."""
     next_n = kernel.config.next_n
     lane = cute.arch.lane_idx()
     mine = lane * ((requests + Int32(31)) >> Int32(5))
@@ -121,11 +121,14 @@ def ask_ahead(
     request, place, step = homes.home_of(requests, block, blocks, over)
     page = Int32(0)
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
-    if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
+    asked = getattr(kernel, "asked_rounds", kernel.home_rounds)
+    if lane < Int32(2 * asked) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
         page = ptx.load(table_entry(table, request, table_stride, column), Int32)
     if cutlass.const_expr(is_early(kernel)):
         own = schedule.raw_lengths(lens, request, next_n)
         raw = (more_lengths(lens, requests, mine, raw, next_n), own)
+    elif cutlass.const_expr(getattr(kernel, "asks_all", False)):
+        raw = more_lengths(lens, requests, mine, raw, next_n)
     return raw, page
 
 

@@ -14,6 +14,7 @@ from cutlass import Int32, Int64
 
 from keysieve.kernels import schedule
 from keysieve.kernels import schedule_homes as homes
+from keysieve.kernels.schedule_spread import spread
 
 MOST = 4
 """Home rounds at most."""
@@ -51,6 +52,30 @@ def shares() -> np.ndarray:
         total = tiles + int(rng.integers(0, 50)) if rng.integers(2) else tiles + int(rng.integers(0, 1 << 20))
         drawn.append((requests, block, blocks, total, tiles))
     return np.array(drawn, np.int32)
+
+
+def spreads() -> np.ndarray:
+    """int32 [n, 4]: (requests, block, blocks, any request or their number)."""
+    rng = np.random.default_rng(6)
+    drawn = []
+    for requests in range(1, 129):
+        near = (requests, max(1, requests - 1), requests + 1, int(rng.integers(1, 1024)))
+        for blocks in {1, 2, 7, 66, 131, 132, 264, 1023, *near}:
+            for block in {0, blocks - 1, blocks // 2, *rng.integers(0, blocks, 3).tolist()}:
+                drawn.append((requests, block, blocks, int(rng.integers(0, requests + 1))))
+    return np.array(drawn, np.int32)
+
+
+@cute.jit
+def run_spreads(source: Int64, out: Int64, n: Int32) -> None:
+    src = cute.make_ptr(Int32, source, cute.AddressSpace.generic, assumed_align=4)
+    dst = cute.make_ptr(Int32, out, cute.AddressSpace.generic, assumed_align=4)
+    for i in cutlass.range(n, unroll=1):
+        requests, block, blocks, other = [(src + 4 * i + j).load() for j in range(4)]
+        over = spread(requests, blocks)
+        results = (*homes.home_of(requests, block, blocks, over), over.first(other))
+        for j in cutlass.range_constexpr(4):
+            (dst + 4 * i + j).store(results[j])
 
 
 @cute.jit
@@ -99,6 +124,10 @@ def main() -> None:
     found["shares"] = np.zeros((len(data), 9), dtype=np.int32)
     compiled = cute.compile(run_shares, Int64(0), Int64(0), Int32(0))
     compiled(Int64(data.ctypes.data), Int64(found["shares"].ctypes.data), Int32(len(data)))
+    data = spreads()
+    found["spreads"] = np.zeros((len(data), 4), dtype=np.int32)
+    compiled = cute.compile(run_spreads, Int64(0), Int64(0), Int32(0))
+    compiled(Int64(data.ctypes.data), Int64(found["spreads"].ctypes.data), Int32(len(data)))
     np.savez(sys.argv[1], **found)
 
 

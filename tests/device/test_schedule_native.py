@@ -73,3 +73,11 @@ def test_home_tiles_follow_their_definition(found: dict[str, np.ndarray]) -> Non
         mine = sum(exist[b] for b in below)
         want = [request, place, len(at_home), rounds, len(below), mine, exist[block], target, other]
         assert got == want, case
+
+
+def test_spread_blocks_follow_their_definition(found: dict[str, np.ndarray]) -> None:
+    for case, got in zip(native.spreads().tolist(), found["spreads"].tolist(), strict=True):
+        requests, block, blocks, other = case
+        home = [b * requests // blocks for b in range(blocks)]
+        first = sum(h < other for h in home)
+        assert got == [home[block], block - home.index(home[block]), home.count(home[block]), first], case
