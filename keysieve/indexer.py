@@ -117,7 +117,7 @@ class DecodeIndexer:
         return self.plan.workspace_bytes
 
     def check(self) -> None:
-        """Report what no host could see when a step was launched; on a GPU this waits for the current stream.
+        """Report what no host could see when a step was launched; on a GPU this waits for it.
 
         Such a step has safe results: a row whose length is beyond the tables or ``max_context`` is empty, the keys of
         a page id outside the pool have NaN logits, and nothing outside the pool was read.

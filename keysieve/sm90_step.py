@@ -109,7 +109,15 @@ class StreamWorkspace:
             before = self._last_eager  # the capture began on the stream of the eager steps, in a known form
         if before not in (stream, NO_STREAM):
             other = stream_of(before, self._device)
-            if not captured or (before != LEGACY_STREAM and _in_capture(other)):
+            joined = before != LEGACY_STREAM and _in_capture(other)
+            if joined and not captured:
+                refuse(
+                    "indexer",
+                    got="an eager step while the stream of its last one is being captured",
+                    accepted="eager steps on other streams before or after that capture",
+                    remedy="Give what is captured an indexer of its own: the wait would be captured too.",
+                )
+            if not captured or joined:
                 torch.cuda.current_stream(self._device).wait_stream(other)
         if captured:
             self._last_captured, self.stream = stream, NO_STREAM  # so that the next step comes here as well
@@ -123,14 +131,27 @@ class StreamWorkspace:
             accepted = "a call outside of captures: it synchronises"
             refuse("check", got="a call while a CUDA graph is being captured", accepted=accepted, remedy=remedy)
 
+    def _wait_for_last(self) -> None:
+        """Make the current stream wait for the last eager step on another one."""
+        with self.lock:
+            last = self._last_eager
+        if last != torch._C._cuda_getCurrentRawStream(self.index):
+            other = stream_of(last, self._device)
+            if last == LEGACY_STREAM or not _in_capture(other):  # else the wait would be part of that capture
+                torch.cuda.current_stream(self._device).wait_stream(other)
+
     def check(self) -> None:
         """Report what kernels flagged since the last check, this indexer's and stateless calls'; synchronises.
+
+        The last eager step is waited for, whichever stream it ran on, unless that is being captured now (by another
+        thread). Replays on other streams are not seen here.
 
         Raises:
             DeviceFault: the text says what was met and what its result was.
             KeysieveError: the current stream is being captured; nothing was done.
         """
         self.refuse_in_capture()
+        self._wait_for_last()
         found = [text for text in (self._flags.take(), self._backend.flags(self._device).take()) if text]
         if found:
             raise DeviceFault("; ".join(found))

@@ -56,6 +56,25 @@ def test_two_threads_that_come_first_have_one_flag_word(device: Device, monkeypa
     assert found[0] is found[1] is backend.flags(CPU)
 
 
+def test_a_check_waits_for_the_last_step_of_another_stream(device: Device) -> None:
+    indexer, given = build(), arguments()
+    call(indexer, given)
+    indexer.check()
+    assert device.waits == []
+    device.stream = 5
+    call(indexer, given)
+    device.waits.clear()
+    device.stream = 9
+    indexer.check()
+    assert device.waits == [(9, 5)]
+    device.stream = 5
+    indexer.check()
+    assert device.waits == [(9, 5)]
+    device.stream, device.capturing = 9, {5}
+    indexer.check()
+    assert device.waits == [(9, 5)], "a wait for a stream that another thread captures would be part of its capture"
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_synchronises_is_refused_in_a_capture(device: Device, sharded: bool) -> None:
     """CUDA's own answer would end the capture."""

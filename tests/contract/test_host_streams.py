@@ -75,6 +75,24 @@ def test_a_capture_that_forks_keeps_its_steps_apart(device: Device, times: int, 
     assert len(device.waits) == 2
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_eager_step_does_not_wait_for_a_stream_that_is_captured(device: Device, times: int) -> None:
+    """By another thread, say: the wait would join its capture, and the step would not run."""
+    device.stream = 2
+    indexer, given = build(), arguments()
+    for _ in range(times):
+        call(indexer, given)
+    device.launched.clear()
+    device.capturing, device.stream = {2}, 7
+    with pytest.raises(ks.KeysieveError, match="eager step while the stream of its last one is being captured"):
+        call(indexer, given)
+    assert not device.waits
+    assert not device.launched
+    device.capturing = set()
+    call(indexer, given)
+    assert device.waits == [(7, 2)]
+
+
 def test_the_default_stream_is_not_asked_whether_it_is_captured(device: Device) -> None:
     """It cannot be, and CUDA may answer the question with an error while another stream is."""
     indexer, given = build(), arguments()
