@@ -314,3 +314,19 @@ def test_many_short_requests(device: torch.device, case: tuple[int, int]) -> Non
         sc.assert_within_bound(p, first)
         for blocks in (2, 7, 132):
             assert torch.equal(sc.run(p, blocks=blocks).logits, first.logits), f"{requests} requests, {blocks} blocks"
+
+
+@cases((8, 1), (32, 1), (32, 2), (16, 4))
+def test_even_lengths(device: torch.device, case: tuple[int, int]) -> None:
+    """Blocks that keep to a request, whose tiles they score by turns and, behind sixteen, in runs: any number of blocks
+    gives the same bits."""
+    heads, next_n = case
+    for requests, longest in ((1, 9000), (3, 7800), (31, 4096)):
+        lengths = [longest - t % next_n for t in range(requests * next_n)]
+        p = sc.problem(device, sc.config_of(heads, next_n, "compact", "mxfp4"), lengths, seed=39)
+        first = sc.run(p, blocks=200)
+        assert first.flag == 0
+        sc.assert_frame(p, first)
+        sc.assert_within_bound(p, first)
+        for blocks in (1, requests, 2 * requests, 3 * requests + 1, 132):
+            assert torch.equal(sc.run(p, blocks=blocks).logits, first.logits), f"{requests} requests, {blocks} blocks"
