@@ -161,7 +161,7 @@ def shape_of(config: ScoreConfig) -> ScoreShape:
     elif by_rows(config):
         shape = replace(shape, chunk_columns=CHUNK, ahead=1, by_rows=True)
         if config.columns > 256:  # three would spill
-            shape = replace(shape, groups=2, stages=14, registers=(56, 224))
+            shape = replace(shape, groups=2, stages=14, registers=(72, 216))
     elif config.heads == 16 and config.next_n >= 7:  # four rows beside three or four would spill
         shape = replace(shape, chunk_columns=48)
     elif side_by_side(config):  # two rows of 64 heads: three would spill
