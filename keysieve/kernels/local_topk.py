@@ -159,7 +159,7 @@ class LocalTopk:
         handle = Row(config, base, thread, logits + Int64(row) * pitch * Int64(2), usable)
         part = handle
         if cutlass.const_expr(config.cluster > 1):
-            part = split.part_of(handle, base, rank_here)
+            part = split.part_of(handle, base, n, rank_here)
         if settled != Int32(0):
             own = slots + Int64(rank * max_rows + row) * Int64(16)
             self.prefetch(base, thread, part, peers, own, epoch + Int64(row) * Int64(4), world)
@@ -183,7 +183,9 @@ class LocalTopk:
                     found = count - begin
                 self.finish(handle, count, begin, begin + found, call, target)
         if alone:
-            if usable > n:
+            if cutlass.const_expr(config.guesses):
+                self.take_all(handle, n)  # others are shared
+            elif usable > n:
                 self.find(handle, n, tops + Int64(row) * (pitch >> Int64(2)))
             else:
                 self.take_all(handle, n)

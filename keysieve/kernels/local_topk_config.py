@@ -40,8 +40,17 @@ SIFTED = 2048
 """Vectors that shared memory has room for where a block drops most of those that its registers hold."""
 
 
+NARROW = 256
+"""Values from a guessed floor on that a row is first looked at in; the lowest of them takes what does not reach it."""
+
+SAMPLE_STEP = 2
+"""log2 of the values in a bin of the sample's maxima."""
+
+SAMPLE_BINS = 1 << (15 - SAMPLE_STEP)
+"""Bins of positive BF16 numbers."""
+
 SIFTED_N = 512
-"""Largest N for which two blocks of eight vectors a thread are considered, behind two of 1,024 threads."""
+"""Largest N for which two blocks of eight vectors a thread, which guess, are taken instead of two of 1,024 threads."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,17 @@ class LocalTopkConfig:
     def solo_keys(self) -> int:
         """Keys of a row up to which the first block works on it alone: the trips between blocks would cost more than
         they spare."""
-        return min(8192, self.block_keys)
+        return 0 if self.guesses else min(8192, self.block_keys)
 
     @property
     def sifts(self) -> bool:
         """Does a block that holds more than four vectors a thread drop those that cannot matter?"""
-        return self.held > 4 and (self.room > 0 or not self.longer)
+        return self.held > 4 and (self.room > 0 or not self.longer) and not self.guesses
+
+    @property
+    def guesses(self) -> bool:
+        """Do two blocks that hold eight vectors a thread first guess what will not matter?"""
+        return self.push and self.held == 8 and self.cluster == 2 and not self.longer and self.keys <= 1 << 16
 
     @property
     def squeezes(self) -> bool:
@@ -124,6 +138,8 @@ class LocalMap:
     second: int  # u32 [BINS]: candidates by their distance from the bound
     low: int  # u32 [2][32]: keys of the threshold's bin by their lower 5 bits; maxima likewise
     cleared: int  # bytes from 0 that are zeroed at the start
+    sample: int  # u32 [SAMPLE_BINS]: the sample's maxima
+    narrow: int  # u32 [NARROW]: keys by their distance from a guess
     found: int  # u32 [16]: what one warp tells the others; behind it 16 more for `trace`
     peers: int  # u64 [16]: the blocks' addresses
     sums: int  # u32 [2][32]: counts of every warp, of two scans
@@ -136,13 +152,20 @@ class LocalMap:
     received: int  # u16 [2][cluster][WINDOW]: in a shared row, all blocks' counts of a histogram, of two in turn
     floors: int  # u32 [3][cluster]: what they counted from
     bins: int  # u32 [cluster][36]: all blocks' counts of the best maxima, from their best one's bin down; that
-    arrivals: int  # u64 [4]: mbarriers of the three histograms that the cluster's blocks may send, and of `bins`
+    arrivals: int  # u64 [5]: mbarriers of the three histograms that the cluster's blocks may send, `bins`, `gathered`
+    gathered: int  # u16 [cluster][NARROW]: counts of `narrow`: the highest eight of a lane, ascending, then eight below
+    landed: int  # u64 [warps]: mbarriers of what is on its way there
+    kept: int  # u32 [warps][32 * held][4]: each warp's vectors
+    ids: int  # u16 [warps][256 * held]: their keys that do, 8 * the vector's place + the key's; where `sample` was
+    numbers: int  # u8 [warps][32 * held]: those of its vectors that reach a guess
     total: int
 
     @staticmethod
     def of(config: LocalTopkConfig) -> LocalMap:
-        cleared = 2 * 4 * BINS + 256
-        found = cleared
+        narrow = 2 * 4 * BINS + 256
+        sample = narrow + (4 * NARROW if config.guesses else 0)
+        cleared = sample + (4 * SAMPLE_BINS if config.guesses else 0)
+        found = sample + (max(4 * SAMPLE_BINS, 16 * config.threads * config.held) if config.guesses else 0)
         peers = found + 128
         sums = peers + 128
         pair_sums = sums + 256
@@ -156,6 +179,13 @@ class LocalMap:
         floors = max(maxima + (2 * config.room if config.longer else 0), received + shared)
         bins = floors + 128
         arrivals = bins + 144 * config.cluster
+        gathered = arrivals + 64
+        landed = gathered + 2 * NARROW * config.cluster
+        kept = landed + 256
+        numbers = kept + 16 * config.threads * config.held
+        total = arrivals + 32 if config.cluster > 1 else floors
+        if config.guesses:
+            total = numbers + config.threads * config.held
         return LocalMap(
             first=0,
             second=4 * BINS,
@@ -174,7 +204,14 @@ class LocalMap:
             floors=floors,
             bins=bins,
             arrivals=arrivals,
-            total=arrivals + 32 if config.cluster > 1 else floors,
+            sample=sample,
+            narrow=narrow,
+            gathered=gathered,
+            landed=landed,
+            kept=kept,
+            ids=sample,
+            numbers=numbers,
+            total=total,
         )
 
 
@@ -205,18 +242,19 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
     a quarter of the chip free, since clusters do not pack it; or two, if each has a multiprocessor. None: rows are
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
     multiprocessors: several small blocks on each, with a merge launched behind them, were seen to take a step of 512
-    rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each: 64
-    rows of 65,536 keys with N 352 take 6.8 us by maxima (9 where L2 has no room for them), 7.7 to 9 by two blocks.
-    given: they are, and it is worth their bytes."""
+    rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each. Up
+    to `SIFTED_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 352 take 6.1 to
+    6.7 us so, 7.4 to 8.5 by maxima. With N 1,216 two blocks of 1,024 threads take 9.7, and 10.6 if they guess.
+    given: maxima are, and it is worth their bytes."""
     if rows > sms:
         return None
     for cluster in (8, 4, 2, 1):
         fits = rows * cluster <= sms if cluster <= 2 else 4 * rows * cluster <= 3 * sms
         held = [shape for shape in SHAPES if shape[0] == cluster and 8 * cluster * shape[1] * shape[2] >= keys]
         worth = keys > (16384 if cluster == 8 else 8192)
-        if cluster == 2 and (given or n > SIFTED_N):
+        if cluster == 2 and n > SIFTED_N:
             held = [shape for shape in held if shape[2] < 8]
-        if cluster == 2 and given:
+        if cluster == 2 and (given or n <= SIFTED_N):
             held = [shape for shape in held if shape[1] < 1024]
         if held and (cluster == 1 or (fits and worth)):
             return held[0]

@@ -15,10 +15,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from keysieve.device import exchange_cluster, ptx
+from keysieve.kernels import local_topk_guess as guess
+from keysieve.kernels import local_topk_kept as kept
 from keysieve.kernels import local_topk_sift as sift
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels import local_topk_window as window
-from keysieve.kernels.local_topk_config import WINDOW, LocalMap, LocalTopkConfig
+from keysieve.kernels.local_topk_config import NARROW, WINDOW, LocalMap, LocalTopkConfig
 from keysieve.kernels.local_topk_steps import Row
 
 
@@ -30,6 +32,10 @@ def open_cluster(base: Uint32, thread: Int32, config: cutlass.Constexpr[LocalTop
             arrival = base + Uint32(LocalMap.of(config).arrivals + 8 * attempt)
             exchange_cluster.arm(arrival, (2 * WINDOW + 4) * config.cluster)
         exchange_cluster.arm(base + Uint32(LocalMap.of(config).arrivals + 24), 132 * config.cluster)
+        if cutlass.const_expr(config.guesses):
+            exchange_cluster.arm(base + Uint32(LocalMap.of(config).arrivals + 32), 2 * NARROW * config.cluster)
+            for warp in cutlass.range_constexpr(config.warps):
+                kept.prepare(base + Uint32(LocalMap.of(config).landed + 8 * warp))
         exchange_cluster.publish()
     cute.arch.cluster_arrive_relaxed()
 
@@ -43,7 +49,7 @@ def is_shared(row: Any, n: Int32) -> Any:
     return fits
 
 
-def part_of(row: Any, base: Uint32, rank: Int32) -> Row:
+def part_of(row: Any, base: Uint32, n: Int32, rank: Int32) -> Row:
     """Block `rank`'s part of the row."""
     share = (row.vectors + Int32(row.config.cluster - 1)) // Int32(row.config.cluster)
     first = share * rank
@@ -52,6 +58,8 @@ def part_of(row: Any, base: Uint32, rank: Int32) -> Row:
     count = share - (share - left) * Int32(share > left)
     part = Row(row.config, base, row.thread, row.address, row.length, first, count)
     part.share = share
+    if row.config.guesses:
+        part.plan = guess.plan(part, n, rank)
     return part
 
 
@@ -79,6 +87,19 @@ def write_shared_planes(row: Any, n: Int32, planes: Int32, begin: Int32, count: 
 
 @cute.jit
 def share_row(row: Any, n: Int32, planes: Int32, rank: Int32) -> Any:
+    """This block's words of a shared row: (place of the first, their number); the last block has the planes as well. A
+    block barrier has to follow."""
+    begin = Int32(0)
+    count = Int32(0)
+    if cutlass.const_expr(row.config.guesses):
+        begin, count = guess.share(row, n, rank)
+    else:
+        begin, count = share_held(row, n, planes, rank)
+    return begin, count
+
+
+@cute.jit
+def share_held(row: Any, n: Int32, planes: Int32, rank: Int32) -> Any:
     """This block's words of a shared row: (place of the first, their number); the last block has the planes as well. A
     block barrier has to follow."""
     words, vectors, rounds, held, top, bound, bounded = sift.gather(row, n, rank, True)

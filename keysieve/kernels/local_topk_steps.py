@@ -77,6 +77,7 @@ class Row:
         self.vectors = (length + Int32(7)) >> Int32(3)
         self.whole = self.vectors  # of the row
         self.share = self.vectors  # of the largest part
+        self.plan: Any = None  # see `local_topk_guess.plan`
         self.rounds = ((self.vectors if count is None else count) + Int32(config.threads - 1)) // Int32(config.threads)
         self.batches = (self.rounds + Int32(config.held - 1)) // Int32(config.held)
         self.start = self.warp * self.rounds * Int32(32) + self.lane
@@ -96,6 +97,13 @@ class Row:
         self.floors = base + Uint32(places.floors)
         self.bins = base + Uint32(places.bins)
         self.arrivals = base + Uint32(places.arrivals)
+        self.sample = base + Uint32(places.sample)
+        self.narrow = base + Uint32(places.narrow)
+        self.gathered = base + Uint32(places.gathered)
+        self.landed = base + Uint32(places.landed)
+        self.kept = base + Uint32(places.kept)
+        self.ids = base + Uint32(places.ids)
+        self.numbers = base + Uint32(places.numbers)
         self.found = base + Uint32(places.found)
         self.peers = base + Uint32(places.peers)
         self.sums = base + Uint32(places.sums)

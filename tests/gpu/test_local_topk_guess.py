@@ -1,0 +1,92 @@
+"""Rows that two blocks share behind a guessed floor: guesses that hold, that do not, and where either ends."""
+
+from __future__ import annotations
+
+import test_local_topk as rows_of
+import torch
+from harness import cases
+
+SHAPES = ((2, 512, 8), (2, 512, 4), (2, 1024, 4))
+"""The first one guesses; the others count the same rows key by key."""
+
+LENS = (24577, 24575, 24569, 28672, 32768, 32767, 32761, 20000, 12289, 5000, 1216, 1217, 0)
+LONG = (65536, 65535, 65529, 49153, 49152, 49145, 40961, 36865, 33000, 32769, 61441, 57345, 24577, 8193)
+KINDS = (
+    "gaussian", "high", "heavy", "outliers", "crowd", "crowd_behind", "alternate", "between_samples", "in_samples",
+    "trend", "few_above", "ties", "runs", "relu", "infinite", "nan_mixed", "ladder", "equal",
+)  # fmt: skip
+
+
+def values(kind: str, rows: int, width: int, device: torch.device, seed: int) -> torch.Tensor:
+    """BF16 [rows, width]: distributions that a guess from a sample meets."""
+    g = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn((rows, width), generator=g, device=device)
+    at = torch.arange(width, device=device)
+    if kind == "high":
+        x = x + 20
+    elif kind == "heavy":
+        x = x.abs() ** 6
+    elif kind == "outliers":
+        x[:, ::9001] = 1000.0
+    elif kind == "crowd":
+        x[:, 3000:4500] += 50
+    elif kind == "crowd_behind":
+        x[:, width // 2 + 100 : width // 2 + 1000] += 50
+    elif kind == "alternate":
+        x = x + 4 * (at // 64 % 7 == 0)
+    elif kind == "between_samples":
+        x = x + 3 * (at // 256 % 8 != 0)
+    elif kind == "in_samples":
+        x = x + 3 * (at // 256 % 8 == 0)
+    elif kind == "trend":
+        x = x + at / width * 6
+    elif kind == "few_above":
+        x = torch.where(
+            torch.rand((rows, width), generator=g, device=device) < 1300 / max(width, 1), x.abs() + 4, -x.abs() - 1
+        )
+    elif kind == "ties":
+        x = torch.round(x * 4) / 4
+    elif kind == "runs":
+        x = x.repeat_interleave(8, 1)[:, :width]
+    elif kind == "infinite":
+        x[torch.rand((rows, width), generator=g, device=device) < 0.01] = float("inf")
+    elif kind == "nan_mixed":
+        x[torch.rand((rows, width), generator=g, device=device) < 0.05] = float("nan")
+    elif kind in ("relu", "ladder", "equal"):
+        return VALUES(kind, rows, width, device, seed)
+    return x.to(torch.bfloat16)
+
+
+VALUES = rows_of.values
+
+
+@cases(*[(*shape, kind) for shape in SHAPES for kind in KINDS])
+def test_guessed_rows(device: torch.device, case: tuple[int, int, int, str]) -> None:
+    *shape, kind = case
+    lens = list(LONG if shape[1] * shape[2] == 4096 else LENS)
+    rows_of.values = values
+    try:
+        for n, world in ((1216, 2), (352, 8), (2048, 2), (33, 3)):
+            longest = [length * world for length in lens]  # rank 0 has a share each
+            rows_of.run_push(device, kind, longest, n, world, 0, 1, 2**32 - 1 if n == 352 else 5, tuple(shape))
+    finally:
+        rows_of.values = VALUES
+
+
+@cases(*SHAPES)
+def test_guessed_rows_a_thousand_times(device: torch.device, case: tuple[int, int, int]) -> None:
+    """The same words every time, from rows whose guesses hold and do not, side by side on a full chip."""
+    lens = list(LONG if case[1] * case[2] == 4096 else LENS) * 5
+    x = rows_of.canonicalize_(values("gaussian", len(lens), max(lens), device, 9))
+    x[1::5, 3000:4500] += 50
+    logits, lengths = rows_of.pitched(x, lens), torch.tensor(lens, dtype=torch.int32, device=device)
+    expected, _ = rows_of.want(x, lens, 1216, 1)
+    expected = expected.to(device)
+    words = rows_of.poison(tuple(expected.shape), torch.int32, device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    run = rows_of.kernel(device, 1216, 1, True, case)
+    for _ in range(1000):
+        words.fill_(0x5A5A5A5A)
+        run.push(logits, lengths, world=1, rank=0, interleave=1, words=words)
+        wrong += (words != expected).sum()
+    assert int(wrong) == 0
