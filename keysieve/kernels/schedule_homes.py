@@ -34,9 +34,7 @@ def reciprocal(requests: Int32) -> Int32:
 
 def home_of(requests: Int32, block: Int32, blocks: Int32, over: Any = None) -> tuple[Int32, Int32, Int32]:
     """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request. over: the reciprocal of
-    the requests, if it is known, or a `schedule_spread.Spread`, whose rule it is then."""
-    if hasattr(over, "home_of"):
-        return over.home_of(block)  # type: ignore[no-any-return]
+    the requests, if it is known."""
     over = reciprocal(requests) if over is None else over
     place = (block * over) >> Int32(20)
     request = block - place * requests

@@ -8,6 +8,7 @@ from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule
+from keysieve.kernels import schedule_homes as homes
 
 
 class Work:
@@ -69,6 +70,14 @@ class Frame:
 
     config: Any
     shape: Any
+
+    asks_all = False
+    """Does its key warp ask for all that a block of even lengths needs at once? See `sm90_score_feed.ask_ahead`."""
+
+    def home_of(self, requests: Int32, block: Int32, blocks: Int32, over: Any) -> tuple[Int32, Int32, Int32]:
+        """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request. over: what the host
+        side has worked out for it."""
+        return homes.home_of(requests, block, blocks, over)
 
     @cute.jit
     def plan_many(

@@ -23,7 +23,7 @@ from keysieve.kernels.sm90_mxfp4_rows import WideRows
 from keysieve.kernels.sm90_mxfp4_send import Pages
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
-from keysieve.kernels.sm90_score_load import BATCH, Boxes
+from keysieve.kernels.sm90_score_load import Boxes
 from keysieve.kernels.sm90_score_math import consume
 from keysieve.spec import HEAD_DIM
 
@@ -56,7 +56,6 @@ class Mxfp4Kernel(ScoreKernel):
         self.query_warp = self.key_warp + 1
         self.report_warp = self.key_warp + self.shape.producer_warps - 1
         self.home_rounds = min(HOME_ROUNDS, self.shape.stages - 1)
-        self.asked_rounds = BATCH
         self.boxes = Boxes(HEAD_DIM, PAGE_SLOT // HEAD_DIM, PAGE_SLOT, PAGE_SLOT)
 
     @cute.jit
@@ -150,6 +149,12 @@ class Mxfp4Kernel(ScoreKernel):
         """The work of the key warp."""
         del pages
         stream_keys(self, shared, sources, *arguments)
+
+    def home_of(self, requests: Int32, block: Int32, blocks: Int32, over: Any) -> tuple[Int32, Int32, Int32]:
+        """Blocks are spread: `over` is a `schedule_spread.Spread`, and knows both numbers."""
+        del requests, blocks
+        home: tuple[Int32, Int32, Int32] = over.home_of(block)
+        return home
 
     def prefetch_pages(self, key_copy: Any) -> None:
         """Pages have no descriptor."""

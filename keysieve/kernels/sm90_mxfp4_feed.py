@@ -45,7 +45,7 @@ def start_few(
     tiles, 0 if there is none yet; first and last of the range behind it, and the table that numbers it).
     """
     lane = cute.arch.lane_idx()
-    request, place, step = homes.home_of(requests, block, blocks, shared.over)
+    request, place, step = shared.over.home_of(block)
     within = place + (lane >> Int32(1)) * step
     each, mine, faults = homes.read_lengths(lens, requests, limit, skip, shared.rest, lane, raw, kernel.config.next_n)
     total = scan.warp_sum(mine)
@@ -124,7 +124,7 @@ def stream_keys(
     rest = shared.prefix
     cursor = Int32(0)
     last = Int32(0)
-    request, _place, _step = homes.home_of(requests, block, blocks, shared.over)
+    request, _place, _step = shared.over.home_of(block)
     led = Int32(requests <= Int32(schedule.few(kernel.config.next_n)))  # the first request needs no order
     if led != Int32(0):
         sequence = Int32(0)

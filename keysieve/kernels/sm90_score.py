@@ -97,9 +97,6 @@ class ScoreKernel(Frame):
     sends_alike = True
     """Its key warp sends batches of one request in a loop of their own, see `sm90_score_send`."""
 
-    asks_all = False
-    """Its key warp asks at once for the first lengths of all requests that a lane may have, see `ask_ahead`."""
-
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
         self.config = config
         self.shape = shape_of(config) if shape is None else shape

@@ -29,7 +29,6 @@ from keysieve.kernels.sm90_score_load import (
     page_views,
     put_weights,
     row_views,
-    send_batch,
     widen_rows,
 )
 from keysieve.kernels.sm90_score_send import order_queries as order_queries
@@ -111,23 +110,24 @@ def ask_ahead(
     the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet.
 
     Where a cut is `early`, in place of the first: (the first length of each of the lane's requests, the lengths of the
-    block's home request). Where a kernel `asks_all`: the first length of each of the lane's requests."""
+    block's home request). Where a kernel `asks_all`: the first length of each of the lane's requests, and the page ids
+    of as many home tiles as make a batch."""
     next_n = kernel.config.next_n
     lane = cute.arch.lane_idx()
     mine = lane * ((requests + Int32(31)) >> Int32(5))
     raw = Int32(0)
     if mine < requests:
         raw = raw_length(lens, Int64(mine) * Int64(4 * next_n))
-    request, place, step = homes.home_of(requests, block, blocks, over)
+    request, place, step = kernel.home_of(requests, block, blocks, over)
     page = Int32(0)
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
-    asked = getattr(kernel, "asked_rounds", kernel.home_rounds)
+    asked = BATCH if kernel.asks_all else kernel.home_rounds
     if lane < Int32(2 * asked) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
         page = ptx.load(table_entry(table, request, table_stride, column), Int32)
     if cutlass.const_expr(is_early(kernel)):
         own = schedule.raw_lengths(lens, request, next_n)
         raw = (more_lengths(lens, requests, mine, raw, next_n), own)
-    elif cutlass.const_expr(getattr(kernel, "asks_all", False)):
+    elif cutlass.const_expr(kernel.asks_all):
         raw = more_lengths(lens, requests, mine, raw, next_n)
     return raw, page
 
@@ -137,9 +137,7 @@ def send_tiles(
     kernel: cutlass.Constexpr[Any], shared: Any, key_copy: Any, source: Any, target: Any, batch: Any, gone: Int32
 ) -> Any:
     """Send for a batch of tiles, in the way of the kernel. gone: how many of them are sent already where `early`."""
-    if cutlass.const_expr(hasattr(kernel, "send_batch")):
-        sent = send_batch(kernel, shared, key_copy, *batch)
-    elif cutlass.const_expr(is_early(kernel)):
+    if cutlass.const_expr(is_early(kernel)):
         sent = send_each(kernel, shared, key_copy, source, target, *batch, gone)
     else:
         sent = send_each(kernel, shared, key_copy, source, target, *batch)
@@ -177,7 +175,7 @@ def publish_plan(
         blocks,
         lane,
         kernel.home_rounds,
-        getattr(shared, "over", None),
+        shared.over,
         is_early(kernel),
     )
     if cutlass.const_expr(not is_early(kernel)):
@@ -248,7 +246,7 @@ def stream_keys(
     faults = Int32(0)
     cursor = Int32(0)
     last = Int32(0)
-    request, place, step = homes.home_of(requests, block, blocks, getattr(shared, "over", None))
+    request, place, step = kernel.home_of(requests, block, blocks, shared.over)
     led = Int32(requests <= Int32(schedule.few(kernel.config.next_n)))  # the first request needs no order
     waiting = led
     if waiting != Int32(0):
@@ -327,7 +325,7 @@ def stream_queries(
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
-    request, _place, _step = homes.home_of(requests, block, blocks, getattr(shared, "over", None))
+    request, _place, _step = kernel.home_of(requests, block, blocks, shared.over)
     led = Int32(requests <= Int32(schedule.few(config.next_n)))  # the first request needs no order
     waiting = led
     sequence = Int32(0)

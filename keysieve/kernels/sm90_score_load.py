@@ -71,11 +71,6 @@ def copy_page(
     kernel.copy_page(shared, key_copy, source, target, page, stage, half, policy)
 
 
-def send_batch(kernel: Any, shared: Any, pages: Any, *batch: Any) -> Any:
-    """Where a kernel sends the tiles of a batch together instead of one by one (see `sm90_mxfp4_send`)."""
-    return kernel.send_batch(shared, pages, *batch)
-
-
 def scale_words(kernel: Any, shared: Any, slot: Int32) -> Any:
     """Shared address of the 64 scale words of the ring's page `slot`."""
     return kernel.scale_words(shared, slot)
@@ -87,9 +82,7 @@ def put_weights(kernel: Any, shared: Any, weights: Int64, row: Int32, stage: Int
 
 
 def page_views(kernel: Any, shared: Any, key_copy: Any, key_pages: Any) -> tuple[Any, Any]:
-    """(global pages by id, ring slots by number) as the tensor copy wants them; nothing where it is not used."""
-    if hasattr(kernel, "send_batch"):
-        return None, None
+    """(global pages by id, ring slots by number) as the tensor copy wants them."""
     boxes = kernel.boxes
     slots = kernel.shape.stages * PAGES_PER_TILE
     layout = cute.make_layout((boxes.page_rows, boxes.row_bytes, slots), stride=(boxes.row_bytes, 1, boxes.slot_bytes))

@@ -73,7 +73,7 @@ def run_spreads(source: Int64, out: Int64, n: Int32) -> None:
     for i in cutlass.range(n, unroll=1):
         requests, block, blocks, other = [(src + 4 * i + j).load() for j in range(4)]
         over = spread(requests, blocks)
-        results = (*homes.home_of(requests, block, blocks, over), over.first(other))
+        results = (*over.home_of(block), over.first(other))
         for j in cutlass.range_constexpr(4):
             (dst + 4 * i + j).store(results[j])
 

@@ -120,6 +120,8 @@ class Device:
             tensor=tensor_map(config, shape),
             chunks=chunks_of(config, shape),
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
+            asks_all=False,
+            home_of=lambda *numbers: self.feed["home_of"](*numbers),
             boxes=SimpleNamespace(page_bytes=form.page_bytes, row_bytes=config.row_bytes),
         )
         for called, function in methods(unit, self.here, self.code, edits).items():

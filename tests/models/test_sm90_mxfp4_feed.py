@@ -18,7 +18,6 @@ from sm100_unit import Barrier, Barriers, NamedBarrier, Unit
 from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS
 from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, shape_of, smem_map
 from keysieve.kernels.sm90_score_config import NO_REQUEST, PAGES_PER_TILE, ScoreConfig
-from keysieve.kernels.sm90_score_load import BATCH
 from keysieve.spec import PAGE, TILE
 
 LENS, TABLE, FLAGS, KEYS = 3 << 20, 4 << 20, 5 << 20, 1 << 32
@@ -75,8 +74,8 @@ class Block:
             shape=shape,
             places=places,
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
-            asked_rounds=BATCH,
             asks_all=True,
+            home_of=lambda _requests, block, _blocks, over: over.home_of(block),
             boxes=SimpleNamespace(page_bytes=PAGE_SLOT, slot_bytes=PAGE_SLOT),
             widen_rows=self.widen_rows,
             put_weights=lambda *_: None,
