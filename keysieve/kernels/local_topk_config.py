@@ -49,8 +49,9 @@ SAMPLE_STEP = 2
 SAMPLE_BINS = 1 << (15 - SAMPLE_STEP)
 """Bins of positive BF16 numbers."""
 
-SIFTED_N = 512
-"""Largest N for which two blocks of eight vectors a thread, which guess, are taken instead of two of 1,024 threads."""
+SMALL_N = 512
+"""Largest N for which two blocks of eight vectors a thread guess a floor (in place of two of 1,024 threads), and for
+which maxima are worth their bytes whether or not they stay in L2."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
     multiprocessors: several small blocks on each, with a merge launched behind them, were seen to take a step of 512
     rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each. Up
-    to `SIFTED_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 352 take 6.1 to
+    to `SMALL_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 352 take 6.1 to
     6.7 us so, 7.4 to 8.5 by maxima. With N 1,216 two blocks of 1,024 threads take 9.7, and 10.6 if they guess.
     given: maxima are, and it is worth their bytes."""
     if rows > sms:
@@ -252,9 +253,9 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
         fits = rows * cluster <= sms if cluster <= 2 else 4 * rows * cluster <= 3 * sms
         held = [shape for shape in SHAPES if shape[0] == cluster and 8 * cluster * shape[1] * shape[2] >= keys]
         worth = keys > (16384 if cluster == 8 else 8192)
-        if cluster == 2 and n > SIFTED_N:
+        if cluster == 2 and n > SMALL_N:
             held = [shape for shape in held if shape[2] < 8]
-        if cluster == 2 and (given or n <= SIFTED_N):
+        if cluster == 2 and (given or n <= SMALL_N):
             held = [shape for shape in held if shape[1] < 1024]
         if held and (cluster == 1 or (fits and worth)):
             return held[0]
@@ -273,6 +274,7 @@ def _push(arch: str) -> Iterable[LocalTopkConfig]:
     alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
     alone += [config_for(n, planes, True, given=True) for n in N_CLASSES for planes in (1, 2)]
     held = {config_for(n, planes, True, shape) for n in N_CLASSES for planes in (1, 2, 4) for shape in SHAPES}
+    held = {config for config in held if not config.guesses or config.n_class == n_class_of(SMALL_N)}
     return alone + sorted(held, key=str)
 
 

@@ -13,7 +13,7 @@ import torch
 from keysieve.kernels.local_topk_config import (
     LOCAL_PUSH,
     LOCAL_TOPK,
-    SIFTED_N,
+    SMALL_N,
     LocalTopkConfig,
     config_for,
     shape_for,
@@ -214,7 +214,7 @@ class LocalTopk:
             return None, self._given
         if not (self._keys and self._sms):
             return None, False
-        worth = self._given and (self.n <= SIFTED_N or rows * self._keys <= KEPT_KEYS)
+        worth = self._given and (self.n <= SMALL_N or rows * self._keys <= KEPT_KEYS)
         shape = shape_for(rows, self._keys, self._sms, self.n, worth)
         return shape, worth and shape is None
 
