@@ -34,6 +34,16 @@ LOOK: Final = 0.002
 _EVERY: Final[weakref.WeakSet[Exchange]] = weakref.WeakSet()
 """Of this process: those on one device share a CUDA context, and lose it together."""
 
+_every_lock: Final = threading.Lock()
+"""A set cannot be listed while another thread adds to it."""
+
+
+def _same(one: torch.device | None, other: torch.device) -> bool:
+    """Are both CUDA devices, and the same one as far as they have an index?"""
+    if one is None or not one.type == other.type == "cuda":
+        return False
+    return one.index == other.index or None in (one.index, other.index)
+
 
 class Exchange(ContextParallel):
     """Decode context parallelism over NVLink peer memory.
@@ -86,7 +96,8 @@ class Exchange(ContextParallel):
         self._memories: dict[ExchangeLayout, ExchangeMemory] = {}
         self._broken: str | None = None
         self._lost = False
-        _EVERY.add(self)
+        with _every_lock:
+            _EVERY.add(self)
 
     # --- what an indexer calls ---------------------------------------------------------------------------------
 
@@ -236,14 +247,21 @@ class Exchange(ContextParallel):
         """
         if isinstance(error, ExchangeError | DeviceFault):
             return
-        text = self.failure() or self._others(device)
+        text = self.failure() or self._told_by(self._beside(device))
         if text is not None:
             raise ExchangeError(text) from error
 
-    def _others(self, device: torch.device) -> str | None:
-        """What a merge of another exchange reported before it took this device's context with it, or None."""
-        for other in list(_EVERY):
-            if device.type == "cuda" and other._decided == device and (text := other.failure()) is not None:
+    def _beside(self, device: torch.device) -> list[Exchange]:
+        """This process' other exchanges on a CUDA device. Without an index it is the current one, for which CUDA would
+        have to be asked: then those on any."""
+        with _every_lock:
+            every = list(_EVERY)
+        return [other for other in every if other is not self and _same(other._decided, device)]
+
+    def _told_by(self, others: list[Exchange]) -> str | None:
+        """What a merge of one of `others` reported before it took their device's context with it, or None."""
+        for other in others:
+            if (text := other.failure()) is not None:
                 self._lose()
                 return text
         return None
@@ -263,12 +281,12 @@ class Exchange(ContextParallel):
                 self._wait(device)
 
     def _wait(self, device: torch.device) -> None:
-        """Until the device has done everything, or a merge has reported. A report is in this process's memory when its
-        kernel traps; that the context is lost the driver tells seconds later, and half a minute later where processes
-        share the device, one after the other."""
-        index = (
-            torch.cuda.current_device() if device.index is None else device.index
-        )  # each thread has its own current one
+        """Until the device has done everything, or a merge has reported, of whichever exchange of this process on it. A
+        report is in this process's memory when its kernel traps; that the context is lost the driver tells seconds
+        later, and half a minute later where processes share the device, one after the other."""
+        # Each thread has a current device of its own.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        others = self._beside(torch.device("cuda", index))
         failed: list[Exception] = []
 
         def synchronise() -> None:
@@ -280,11 +298,16 @@ class Exchange(ContextParallel):
         # No daemon: one that comes back to an interpreter which has ended takes the process with it. So the end of a
         # process, not the error, waits for the driver.
         waiter = threading.Thread(target=synchronise, name="keysieve-check", daemon=False)
-        waiter.start()
-        while waiter.is_alive() and not self._reported():
+        try:
+            waiter.start()
+        except RuntimeError:  # none is to be had: Python 3.12 starts no thread once the interpreter ends
+            synchronise()
+        while waiter.is_alive() and not any(one._reported() for one in (self, *others)):
             waiter.join(LOOK)
         if failed:
             raise failed[0]
+        if (text := self._told_by(others)) is not None:
+            raise ExchangeError(text)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from faked_gpu import SPEC, Device, arguments, call
 import keysieve as ks
 from keysieve import sm90_step
 from keysieve.dcp import ExchangeError
+from keysieve.dcp import exchange as exchange_module
 from keysieve.dcp.exchange import Exchange, virtual_ranks
 from keysieve.device.report import REPORT_MAGIC, REPORT_WORDS
 from keysieve.kernels.sharding_word import sharding_word
@@ -177,6 +180,89 @@ def test_a_check_does_not_wait_for_a_device_that_recovers_from_a_trap(monkeypatc
         assert not recovered.is_set()
     finally:
         recovered.set()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_check_does_not_wait_for_the_driver_where_another_exchange_s_merge_trapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one, _), (two, _) = ranks()
+    recovered, here = threading.Event(), torch.device("cuda", 0)
+    one._decided = two._decided = here
+
+    def synchronize(_device: int) -> None:
+        report(one)
+        assert recovered.wait(60)
+        lost()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    try:
+        with pytest.raises(ExchangeError, match=EXPECTED):
+            two.check(here)
+        assert not recovered.is_set()
+    finally:
+        recovered.set()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_check_without_a_thread_to_wait_in_waits_itself(monkeypatch: pytest.MonkeyPatch, reports: bool) -> None:
+    """Python 3.12 starts none once the interpreter ends, for a handler of `atexit` say."""
+    (one, _), _ = ranks()
+    waited: list[int] = []
+
+    def none_left(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def synchronize(index: int) -> None:
+        waited.append(index)
+        if reports:
+            lost(one)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    if reports:
+        with pytest.raises(ExchangeError, match=EXPECTED):
+            one.check(torch.device("cuda", 3))
+    else:
+        one.check(torch.device("cuda", 3))
+    assert waited == [3]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_device_without_an_index_is_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one is current CUDA may not say any more."""
+    (one, _), (two, _) = ranks()
+    monkeypatch.setattr(exchange_module, "_EVERY", weakref.WeakSet((one, two)))  # not what other tests have left
+    one._decided = two._decided = torch.device("cuda", 77)
+    monkeypatch.setattr(torch.cuda, "current_device", lost)
+    with pytest.raises(RuntimeError, match="unspecified"):
+        two.check(torch.device("cuda"))
+    report(one)
+    with pytest.raises(ExchangeError, match=EXPECTED):
+        two.check(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("device")
+def test_exchanges_may_be_made_while_others_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that another thread adds to cannot be listed: that error would have hidden CUDA's."""
+    made: list[Any] = []
+    builder = threading.Thread(target=lambda: made.append(virtual_ranks(CPU, topn=12)))
+
+    class Listed(weakref.WeakSet[Exchange]):
+        def __iter__(self) -> Iterator[Exchange]:
+            for at, one in enumerate(super().__iter__()):
+                if at == 0 and builder.ident is None:
+                    builder.start()
+                    builder.join(0.2)
+                yield one
+
+    (one, _), _ = ranks()
+    monkeypatch.setattr(exchange_module, "_EVERY", Listed(exchange_module._EVERY))
+    assert one._beside(torch.device("cuda", 0)) == []
+    builder.join(60)
+    assert len(made) == 1
+    assert set(made[0]) <= set(exchange_module._EVERY)
 
 
 @pytest.mark.usefixtures("device")
