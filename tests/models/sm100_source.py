@@ -10,6 +10,7 @@ import ast
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -341,16 +342,27 @@ def print_nothing(*_args: Any) -> None:
 
 def methods(unit: Unit, here: Lanes, feed: dict[str, Any], edits: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """What the Blackwell kernel does for the producers. feed: functions of `sm100_score_feed`."""
-    source = (KERNELS / "sm100_score.py").read_text()
-    for old, new in edits:
-        source = source.replace(old, new)
-    (kernel,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "ScoreKernel"]
-    body = [node for node in kernel.body if isinstance(node, ast.FunctionDef) and node.name in METHODS]
     names = bindings(unit, here)
     execute(functions("../device/paged.py", ("page_base",)), "paged.py", names)
-    execute(ast.Module(body, []), "sm100_score.py", names)
+    execute(methods_of("sm100_score.py", "ScoreKernel", METHODS, edits), "sm100_score.py", names)
     names["sm100_score_feed"] = SimpleNamespace(**feed)
     return {name: names[name] for name in METHODS}
+
+
+def methods_of(file: str, kernel: str, wanted: tuple[str, ...], edits: tuple[tuple[str, str], ...] = ()) -> ast.Module:
+    """The methods `wanted` of a kernel's class, as functions."""
+    source = (KERNELS / file).read_text()
+    for old, new in edits:
+        source = source.replace(old, new)
+    (found,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kernel]
+    return ast.Module([n for n in found.body if isinstance(n, ast.FunctionDef) and n.name in wanted], [])
+
+
+def home_of(file: str, kernel: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """How a kernel finds a block's home; names: what the producers' functions call."""
+    own = dict(names)
+    execute(methods_of(file, kernel, ("home_of",)), file, own)
+    return partial(own["home_of"], None)
 
 
 def execute(module: ast.Module, file: str, names: dict[str, Any]) -> None:

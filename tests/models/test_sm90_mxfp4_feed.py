@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions
+from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions, home_of
 from sm100_unit import Barrier, Barriers, NamedBarrier, Unit
 
 from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS
@@ -75,7 +75,7 @@ class Block:
             places=places,
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
             asks_all=True,
-            home_of=lambda _requests, block, _blocks, over: over.home_of(block),
+            home_of=home_of("sm90_mxfp4.py", "Mxfp4Kernel", names),
             boxes=SimpleNamespace(page_bytes=PAGE_SLOT, slot_bytes=PAGE_SLOT),
             widen_rows=self.widen_rows,
             put_weights=lambda *_: None,
