@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MethodType, SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from sm100_numbers import bf16, f32
-from sm100_source import ByNumber, Lanes, Warp, device_code, home_of, methods, producer_code
+from sm100_source import ByNumber, Lanes, Warp, device_code, home_of, methods, producer_code, run_together
 from sm100_unit import DEADLINE, E2M1, Barrier, Barriers, NamedBarrier, Unit, e4m3, ue8m0
 
 import keysieve as ks
@@ -260,22 +259,7 @@ class Device:
                 jobs += [lambda w=warp, x=lane, t=warps[-1]: self.finish(w, x, t) for lane in range(32)]
             else:
                 jobs.append(lambda warp=warp: self.finish_in_turn(warp))
-        failures: list[BaseException] = []
-
-        def guarded(job: Any) -> None:
-            try:
-                job()
-            except BaseException as failure:
-                failures.append(failure)
-                Barrier.give_up()
-                for together in warps:
-                    together.abort()
-
-        threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(4 * DEADLINE)
+        failures = run_together(jobs, warps)
         self.unit.close()
         if self.unit.failures or failures:
             raise (self.unit.failures + failures)[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from sm100_numbers import Numerics, halves
-from sm100_unit import Unit
+from sm100_unit import DEADLINE, Barrier, Unit
 
 import keysieve
 from keysieve.kernels import score_cut, sm100_score_config, sm100_score_words
@@ -356,6 +356,27 @@ def methods_of(file: str, kernel: str, wanted: tuple[str, ...], edits: tuple[tup
         source = source.replace(old, new)
     (found,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kernel]
     return ast.Module([n for n in found.body if isinstance(n, ast.FunctionDef) and n.name in wanted], [])
+
+
+def run_together(jobs: list[Callable[[], None]], warps: list[Warp]) -> list[BaseException]:
+    """A thread a job. Where one fails, the others are not waited for: barriers and `warps` let go. Returns failures."""
+    failures: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as failure:
+            failures.append(failure)
+            Barrier.give_up()
+            for warp in warps:
+                warp.abort()
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * DEADLINE)
+    return failures
 
 
 def home_of(file: str, kernel: str, names: dict[str, Any]) -> Callable[..., Any]:

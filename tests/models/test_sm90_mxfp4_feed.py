@@ -6,13 +6,13 @@ tiles and queries as the device's do and note what they would score.
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions, home_of
+from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions, home_of, run_together
 from sm100_unit import Barrier, Barriers, NamedBarrier, Unit
 
 from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS
@@ -180,25 +180,10 @@ class Block:
         """Scored tiles."""
         warps = [Warp(60.0), Warp(60.0)]
         roles = zip((self.key_warp, self.query_warp), warps, strict=True)
-        jobs: list[Any] = [(role, lane, warp) for role, warp in roles for lane in range(32)]
-        jobs += [(self.wait_for_plan,)] * 2  # the scale warps
-        jobs += [(self.consumers, group) for group in range(self.shape.groups)]
-        failures: list[BaseException] = []
-
-        def guarded(job: Any, *arguments: Any) -> None:
-            try:
-                job(*arguments)
-            except BaseException as failure:
-                failures.append(failure)
-                Barrier.give_up()
-                for warp in warps:
-                    warp.abort()
-
-        threads = [threading.Thread(target=guarded, args=job) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        jobs = [partial(role, lane, warp) for role, warp in roles for lane in range(32)]
+        jobs += [partial(self.wait_for_plan)] * 2  # the scale warps
+        jobs += [partial(self.consumers, group) for group in range(self.shape.groups)]
+        failures = run_together(jobs, warps)
         self.unit.close()
         if failures:
             raise failures[0]
