@@ -41,17 +41,22 @@ SIFTED = 2048
 
 
 NARROW = 256
-"""Values from a guessed floor on that a row is first looked at in; the lowest of them takes what does not reach it."""
+"""Bins from a guessed floor on that a row is first looked at in; the lowest of them takes what does not reach it, the
+highest what lies beyond."""
+
+MAX_SHIFT = 7
+"""log2 of the values in such a bin, at most: a bin is counted once more in as many bins as it has values."""
 
 SAMPLE_STEP = 2
 """log2 of the values in a bin of the sample's maxima."""
 
-SAMPLE_BINS = 1 << (15 - SAMPLE_STEP)
-"""Bins of positive BF16 numbers."""
+SAMPLE_BINS = 1 << (16 - SAMPLE_STEP)
 
 SMALL_N = 512
-"""Largest N for which two blocks of eight vectors a thread guess a floor (in place of two of 1,024 threads), and for
-which maxima are worth their bytes whether or not they stay in L2."""
+"""Largest N for which maxima are worth their bytes whether or not they stay in L2."""
+
+GUESSED_N = 2048
+"""Largest N for which two blocks of eight vectors a thread guess a floor, in place of two of 1,024 threads."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,8 @@ class LocalMap:
     received: int  # u16 [2][cluster][WINDOW]: in a shared row, all blocks' counts of a histogram, of two in turn
     floors: int  # u32 [3][cluster]: what they counted from
     bins: int  # u32 [cluster][36]: all blocks' counts of the best maxima, from their best one's bin down; that
-    arrivals: int  # u64 [5]: mbarriers of the three histograms that the cluster's blocks may send, `bins`, `gathered`
+    arrivals: int  # u64 [6]: mbarriers of the three histograms that the cluster's blocks may send, `bins`, `gathered`,
+    # and a second count's
     gathered: int  # u16 [cluster][NARROW]: counts of `narrow`: the highest eight of a lane, ascending, then eight below
     landed: int  # u64 [warps]: mbarriers of what is on its way there
     kept: int  # u32 [warps][32 * held][4]: each warp's vectors
@@ -244,8 +250,8 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
     multiprocessors: several small blocks on each, with a merge launched behind them, were seen to take a step of 512
     rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each. Up
-    to `SMALL_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 352 take 6.1 to
-    6.7 us so, 7.4 to 8.5 by maxima. With N 1,216 two blocks of 1,024 threads take 9.7, and 10.6 if they guess.
+    to `GUESSED_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 1,216 take 6.8 to
+    7.0 us so, where two blocks of 1,024 threads take 9.5 to 12; N 2,048 8.4 for 10.8.
     given: maxima are, and it is worth their bytes."""
     if rows > sms:
         return None
@@ -253,9 +259,9 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
         fits = rows * cluster <= sms if cluster <= 2 else 4 * rows * cluster <= 3 * sms
         held = [shape for shape in SHAPES if shape[0] == cluster and 8 * cluster * shape[1] * shape[2] >= keys]
         worth = keys > (16384 if cluster == 8 else 8192)
-        if cluster == 2 and n > SMALL_N:
+        if cluster == 2 and n > GUESSED_N:
             held = [shape for shape in held if shape[2] < 8]
-        if cluster == 2 and (given or n <= SMALL_N):
+        if cluster == 2 and (given or n <= GUESSED_N):
             held = [shape for shape in held if shape[1] < 1024]
         if held and (cluster == 1 or (fits and worth)):
             return held[0]
@@ -274,7 +280,7 @@ def _push(arch: str) -> Iterable[LocalTopkConfig]:
     alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
     alone += [config_for(n, planes, True, given=True) for n in N_CLASSES for planes in (1, 2)]
     held = {config_for(n, planes, True, shape) for n in N_CLASSES for planes in (1, 2, 4) for shape in SHAPES}
-    held = {config for config in held if not config.guesses or config.n_class == n_class_of(SMALL_N)}
+    held = {config for config in held if not config.guesses or config.n_class <= n_class_of(GUESSED_N)}
     return alone + sorted(held, key=str)
 
 

@@ -4,8 +4,10 @@ Point 1 of `keysieve/models/local_topk.py` with another floor. Both blocks look 
 of each warp, before their own keys are there, and guess a value that some more than N keys reach. Vectors that do not
 reach it are left out as they arrive. If N keys or more reach the guess, which is counted, not believed, the row's
 threshold is not below it: all that is counted, listed and compared from there on are the keys that do
-(`local_topk_kept`). If fewer do, or the threshold lies further above than the few bins that the blocks exchange, or is
-no positive number, all keys are looked at (`local_topk_whole`).
+(`local_topk_kept`). They are counted in 254 bins from the guess on, of one value each, or, where the sample says that
+the threshold may lie further above, of 2^shift values; then the keys of the bin found are counted once more, value by
+value (`local_topk_listed_keys`). If fewer than N keys reach the guess, or the threshold lies above the bins, all keys
+are looked at (`local_topk_whole`).
 
 Keys come to shared memory by a bulk copy a warp, since loads to registers that are asked for together are waited for
 together, the sample's too.
@@ -22,48 +24,62 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from keysieve.device import packed, ptx
 from keysieve.kernels import local_topk_kept as kept
+from keysieve.kernels import local_topk_listed_keys as listed_keys
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels import local_topk_whole as whole
 from keysieve.kernels import local_topk_window as window
-from keysieve.kernels.local_topk_config import SAMPLE_STEP
+from keysieve.kernels.local_topk_config import MAX_SHIFT, SAMPLE_BINS, SAMPLE_STEP
+
+NEGATIVE = 0x8000
+"""key16 of negative numbers are below it."""
 
 
 @cute.jit
 def share(row: Any, n: Int32, rank: Int32) -> Any:
     """This block's words of a shared row: (place of the first, their number). A block barrier has to follow."""
-    one, asked, wanted = row.plan
+    one, asked, wanted, early = row.plan
     words, other = ask(row, one, asked)
-    floor = guess(row, words, other, wanted)
+    floor, shift = guess(row, words, other, wanted, early)
     row.mark(1)
     digit = Int32(0)
     begin = Int32(0)
     count = Int32(0)
-    if floor > Uint32(3):
-        least = (floor - Uint32(1)) * Uint32(0x10001)
-        hits = kept.keep_reaching(row, words, asked, least)
+    if floor > Int32(3):
+        below = Uint32(floor - Int32(1))
+        turn = kept.turn_of(below, floor < Int32(NEGATIVE))
+        hits = kept.keep_reaching(row, words, asked, turn)
         row.mark(4)
-        listed_two = kept.count_kept(row, hits, least)
+        two = kept.count_kept(row, hits, turn, shift)
         row.mark(13)
         cute.arch.sync_threads()
         if row.warp == Int32(0):
-            kept.send_narrow(row, rank)
-        listed = kept.list_keys(row, hits, least, listed_two)
-        entries, tails = kept.load_entries(row, listed)
+            kept.send_narrow(row, row.narrow, row.gathered, row.arrivals + Uint32(32), rank)
+        listed = listed_keys.list_keys(row, hits, turn, two)
+        entries, tails = listed_keys.load_entries(row, listed, turn)
         row.mark(14)
         if row.warp == Int32(0):
-            kept.find_narrow(row, n, rank)
+            kept.find_narrow(row, row.gathered, row.arrivals + Uint32(32), n, rank)
         cute.arch.sync_threads()
         digit_word, above_word, before_above, before_equal = ptx.load_shared_v4(row.found)
         row.mark(6)
         digit = Int32(digit_word)
         if digit > Int32(0):
-            threshold = floor + Uint32(digit - Int32(1))
+            threshold = below + Uint32(digit)
             need = n - Int32(above_word)
+            above = Int32(before_above)
             equal = Int32(before_equal)
+            if shift > Int32(0):
+                base = below + (Uint32(digit - Int32(1)) << Uint32(shift))
+                digit_word, above_word, before_above, before_equal = listed_keys.count_bin(
+                    row, listed, entries, turn, base, shift, need, rank
+                )
+                threshold = base + digit_word
+                need = need - Int32(above_word)
+                above = above + Int32(before_above)
+                equal = Int32(before_equal)
             if equal > need:
                 equal = need
-            above = Int32(before_above)
-            block = kept.place_entries(row, listed, entries, tails, threshold, need, above, equal)
+            block = listed_keys.place_entries(row, listed, entries, tails, turn, threshold, need, above, equal)
             own = Int32(Uint32(block) >> Uint32(steps.EQUAL_SHIFT))
             if own > need - equal:
                 own = need - equal
@@ -80,7 +96,7 @@ def share(row: Any, n: Int32, rank: Int32) -> Any:
 def plan(row: Any, n: Int32, rank: Int32) -> Any:
     """What `ask` needs of this block's part of a row, worked out before the logits are there: (the first vector of the
     thread that has this one's place in the other block, -1 if there is none; bytes of this warp's vectors beside the
-    sample's; the rank of the guess among the sample's maxima)."""
+    sample's; the rank of the guess among the sample's maxima; a rank whose maximum is hardly below the threshold)."""
     threads = row.config.threads
     first = row.share * (Int32(1) - rank)
     end = first + row.share  # the row's first half is whole
@@ -96,9 +112,12 @@ def plan(row: Any, n: Int32, rank: Int32) -> Any:
     more = behind - (row.start - row.lane) - Int32(32)
     asked = more * Int32(16) * Int32(more > Int32(0))
     each = (row.share + Int32(threads - 1)) // Int32(threads)  # the sample is a round of each warp
-    wanted = (n + each - Int32(1)) // each
-    wanted = wanted + (wanted >> Int32(4)) + Int32(28)
-    return _here(other), _here(asked), _here(wanted)
+    likely = (n + each - Int32(1)) // each
+    wanted = likely + (likely >> Int32(4)) + Int32(28)
+    early = likely - (likely >> Int32(3)) - Int32(28)
+    if early < Int32(1):
+        early = Int32(1)
+    return _here(other), _here(asked), _here(wanted), _here(early)
 
 
 @dsl_user_op
@@ -109,11 +128,11 @@ def _here(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @cute.jit
 def ask(row: Any, one: Int32, asked: Int32) -> Any:
-    """(The words of this thread's vector in the sample; of vector `one`, the other block's there; keys past the row's
-    end as 0, 0 where no vector is.) All threads ask for the sample before any warp asks for more: it comes first. One
-    block barrier."""
-    words = [Uint32(0) for _ in range(4)]
-    other = [Uint32(0) for _ in range(4)]
+    """(The words of this thread's vector in the sample; of vector `one`, the other block's there; `kept.NO_KEYS` past
+    the row's end and where no vector is.) All threads ask for the sample before any warp asks for more: it comes first.
+    One block barrier."""
+    words = [Uint32(kept.NO_KEYS) for _ in range(4)]
+    other = [Uint32(kept.NO_KEYS) for _ in range(4)]
     if row.start < row.vectors:
         loaded = ptx.load_v4(row.address + Int64(row.start) * Int64(16))
         for word in cutlass.range_constexpr(4):
@@ -142,9 +161,10 @@ def _expect(barrier: Uint32, nbytes: Int32, *, loc: Any = None, ip: Any = None) 
 
 
 @cute.jit
-def guess(row: Any, words: Any, other: Any, wanted: Int32) -> Uint32:
-    """BF16 bits that the `wanted`-th of the sample's maxima reaches, a multiple of 4; 0 where the sample does not
-    tell. From the first vectors of all warps of both blocks, the same in both. One block barrier."""
+def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
+    """(key16 that the `wanted`-th of the sample's maxima reaches, a multiple of 4; 0 where the sample does not tell, or
+    three quarters of it reach that; log2 of the values in a bin, so that the bins from there on reach the `early`-th.)
+    From the first vectors of all warps of both blocks, the same in both. One block barrier, or three."""
     best = count_sampled(row, words[0:4])
     best_other = count_sampled(row, other)
     if best_other > best:
@@ -160,18 +180,66 @@ def guess(row: Any, words: Any, other: Any, wanted: Int32) -> Uint32:
         for index in cutlass.range_constexpr(4):
             bins[index] = loaded[index]
             bins[4 + index] = loaded_upper[index]
-    upto, bin_of, _above = kept.lane_bin([Int32(word) for word in bins], wanted)
+    upto, bin_of, above, inside = kept.lane_bin([Int32(word) for word in bins], wanted)
     votes = Uint32(cute.arch.vote_ballot_sync(upto >= wanted))
-    floor = Int32(cute.arch.shuffle_sync(lowest + bin_of, packed.lowest_bit(votes) & Int32(31))) << Int32(SAMPLE_STEP)
-    if votes == Uint32(0):
-        floor = Int32(0)
-    return Uint32(floor)
+    votes_early = Uint32(cute.arch.vote_ballot_sync(upto >= early))
+    found = packed.lowest_bit(votes) & Int32(31)
+    floor = Int32(cute.arch.shuffle_sync(lowest + bin_of, found))
+    reaching = Int32(cute.arch.shuffle_sync(above + inside, found))
+    end = lowest + Int32(8) * (row.lane - packed.lowest_bit(votes_early)) + Int32(8)
+    if votes == Uint32(0):  # the same in all warps of both blocks
+        floor, end, reaching = search(row, wanted, early)
+    if reaching > Int32(2 * row.config.threads - row.config.threads // 2):
+        floor = Int32(0)  # a plateau: most keys would be listed
+    # 254 bins of one value, two, four ...: bfind of 0 is -1.
+    shift = Int32(packed.highest_bit(Uint32(end - floor + Int32(2)) >> Uint32(8 - SAMPLE_STEP))) + Int32(1)
+    if shift > Int32(MAX_SHIFT):
+        shift = Int32(MAX_SHIFT)
+    return floor << Int32(SAMPLE_STEP), shift
+
+
+@cute.jit
+def search(row: Any, wanted: Int32, early: Int32) -> Any:
+    """Among all of the sample's bins: (the one of the `wanted`-th from the top, 0 if there is none; an upper end for
+    that of the `early`-th; maxima that reach the former). A thread sums up 32 bins, the first the highest, and the warp
+    of the one that is wanted looks for it. Two block barriers."""
+    each = SAMPLE_BINS // row.config.threads
+    lowest = Int32(SAMPLE_BINS) - (row.thread + Int32(1)) * Int32(each)
+    place = row.sample + Uint32(lowest) * Uint32(4)
+    mine = Int32(0)
+    for index in cutlass.range_constexpr(each // 4):
+        turned = (Uint32(index) + Uint32(row.lane)) & Uint32(each // 4 - 1)  # lanes at different banks
+        loaded = ptx.load_shared_v4(place + turned * Uint32(16))
+        mine = mine + Int32(loaded[0] + loaded[1] + loaded[2] + loaded[3])
+    upto, _other = window.block_prefix(row, mine, Int32(0), False)
+    if upto >= early and upto - mine < early:
+        ptx.store_shared(row.found + Uint32(4), Uint32(lowest + Int32(each)))
+    votes = Uint32(cute.arch.vote_ballot_sync(upto >= wanted and upto - mine < wanted))
+    if votes != Uint32(0):
+        source = packed.lowest_bit(votes)
+        above = Int32(cute.arch.shuffle_sync(upto - mine, source))
+        highest = Int32(cute.arch.shuffle_sync(lowest, source)) + Int32(each - 1) - row.lane
+        for chunk in cutlass.range_constexpr(each // 32):
+            one = highest - Int32(32 * chunk)
+            inside = Int32(ptx.load_shared(row.sample + Uint32(one) * Uint32(4)))
+            reach = above + packed.warp_prefix(inside)
+            if reach >= wanted and reach - inside < wanted:
+                ptx.store_shared(row.found, Uint32(one))
+                ptx.store_shared(row.found + Uint32(8), Uint32(reach))
+            above = Int32(cute.arch.shuffle_sync(reach, Int32(31)))
+    if row.thread == Int32(row.config.threads - 1) and upto < wanted:
+        ptx.store_shared(row.found, Uint32(0))
+    cute.arch.sync_threads()
+    floor, end, reaching, _none = ptx.load_shared_v4(row.found)
+    return Int32(floor), Int32(end), Int32(reaching)
 
 
 @cute.jit
 def count_sampled(row: Any, words: Any) -> Uint32:
-    """Count a vector's largest key, 0 for one that is not positive, and return it."""
-    best = kept.largest(words)
-    best = kept.max_s16x2(kept.max_s16x2(best, best >> Uint32(16)), Uint32(0)) & Uint32(0xFFFF)
+    """Count a vector's largest key and return its key16."""
+    best = kept.larger_half(kept.largest(words))
+    if best >= Uint32(NEGATIVE):  # none is positive
+        best = kept.smaller_half(kept.smallest(words)) ^ Uint32(0x7FFF)
+    best = best ^ Uint32(NEGATIVE)
     ptx.red_shared(row.sample + ((best >> Uint32(SAMPLE_STEP)) << Uint32(2)), Uint32(1), "add")
     return best

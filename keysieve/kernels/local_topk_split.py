@@ -33,7 +33,9 @@ def open_cluster(base: Uint32, thread: Int32, config: cutlass.Constexpr[LocalTop
             exchange_cluster.arm(arrival, (2 * WINDOW + 4) * config.cluster)
         exchange_cluster.arm(base + Uint32(LocalMap.of(config).arrivals + 24), 132 * config.cluster)
         if cutlass.const_expr(config.guesses):
-            exchange_cluster.arm(base + Uint32(LocalMap.of(config).arrivals + 32), 2 * NARROW * config.cluster)
+            for count in cutlass.range_constexpr(2):
+                arrival = base + Uint32(LocalMap.of(config).arrivals + 32 + 8 * count)
+                exchange_cluster.arm(arrival, 2 * NARROW * config.cluster)
             for warp in cutlass.range_constexpr(config.warps):
                 kept.prepare(base + Uint32(LocalMap.of(config).landed + 8 * warp))
         exchange_cluster.publish()

@@ -96,7 +96,8 @@ def test_maxima_are_taken_where_rows_are_long_and_blocks_alone() -> None:
         (352, 32_768, range(0)),
         (352, 32_769, range(67, 140)),
         (352, 131_072, range(13, 140)),
-        (1216, 65_536, range(25, 49)),
+        (1216, 65_536, range(0)),
+        (2080, 65_536, range(25, 49)),
         (1216, 1 << 19, range(1, 7)),
     ):
         assert [rows for rows in range(1, 140) if made(n, keys).takes_maxima(rows)] == list(taken), (n, keys)
@@ -107,8 +108,8 @@ def test_maxima_are_taken_where_rows_are_long_and_blocks_alone() -> None:
     assert config == use.serves(70)
     assert config.given
     assert args[1] == tops.data_ptr()
-    assert not made(1216, 65_536, planes=4).takes_maxima(30), "no room for maxima"
-    assert not made(1216, 65_536, given=False).takes_maxima(30)
+    assert not made(2080, 65_536, planes=4).takes_maxima(30), "no room for maxima"
+    assert not made(2080, 65_536, given=False).takes_maxima(30)
 
 
 @pytest.mark.parametrize("sms", [16, 60, 78, 132])

@@ -14,6 +14,7 @@ LONG = (65536, 65535, 65529, 49153, 49152, 49145, 40961, 36865, 33000, 32769, 61
 KINDS = (
     "gaussian", "high", "heavy", "outliers", "crowd", "crowd_behind", "alternate", "between_samples", "in_samples",
     "trend", "few_above", "ties", "runs", "relu", "infinite", "nan_mixed", "ladder", "equal",
+    "near_zero", "at_zero", "below_zero", "negative", "one_octave", "steep", "steep_below", "tiny", "few_negative",
 )  # fmt: skip
 
 
@@ -40,6 +41,24 @@ def values(kind: str, rows: int, width: int, device: torch.device, seed: int) ->
         x = x + 3 * (at // 256 % 8 == 0)
     elif kind == "trend":
         x = x + at / width * 6
+    elif kind == "near_zero":  # of 32K and 64K keys 352, 1,216 and 2,048 reach about as much
+        x = x - torch.tensor([1.54, 1.79, 2.09, 2.3, 2.55], device=device).repeat(rows)[:rows, None]
+    elif kind == "at_zero":
+        x = (x - 2.0) * (x > 2.3)
+    elif kind == "below_zero":
+        x = x - 3
+    elif kind == "negative":
+        x = -x.abs() - 0.01
+    elif kind == "one_octave":
+        x = -1.0 - torch.rand((rows, width), generator=g, device=device)
+    elif kind == "steep":
+        x = torch.exp(8 * x)
+    elif kind == "steep_below":
+        x = -torch.exp(8 * x)
+    elif kind == "tiny":
+        x = x * 1e-38
+    elif kind == "few_negative":  # all others are the canonical NaN
+        x = torch.where(torch.rand((rows, width), generator=g, device=device) < 0.2, -x.abs(), float("nan"))
     elif kind == "few_above":
         x = torch.where(
             torch.rand((rows, width), generator=g, device=device) < 1300 / max(width, 1), x.abs() + 4, -x.abs() - 1

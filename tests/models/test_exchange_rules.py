@@ -69,12 +69,13 @@ def test_blocks_of_a_row() -> None:
     assert shape_for(1, 4096, 132, 1216) == (1, 512, 2)
     assert [blocks(rows, 16_384, 1216) for rows in (1, 24, 25, 66, 67, 128)] == [4, 4, 2, 2, 1, 1]
     assert [blocks(rows, 65_536, 352) for rows in (1, 12, 13, 25, 67)] == [8, 8, 4, 2, None]
-    assert [shape_for(rows, 65_536, 132, 1216) for rows in (25, 66, 67)] == [(2, 1024, 4), (2, 1024, 4), None]
-    assert shape_for(25, 65_536, 132, 1216, given=True) is None, "by maxima"
-    assert {shape_for(rows, 65_536, 132, 352, given) for rows in (25, 66) for given in (False, True)} == {(2, 512, 8)}
+    assert [shape_for(rows, 65_536, 132, 2080) for rows in (25, 66, 67)] == [(2, 1024, 4), (2, 1024, 4), None]
+    assert shape_for(25, 65_536, 132, 2080, given=True) is None, "by maxima"
+    for n in (352, 2048):
+        assert {shape_for(rows, 65_536, 132, n, given) for rows in (25, 66) for given in (False, True)} == {(2, 512, 8)}
     assert config_for(352, 1, True, (2, 512, 8)).guesses
     guessing = {config.n_class for config in LOCAL_PUSH.admitted("sm_90a") if config.guesses}
-    assert guessing == {config_for(512, 1, True).n_class}, "no call of a larger N takes them"
+    assert guessing == {config_for(2048, 1, True).n_class}, "no call of a larger N takes them"
     assert not any(config_for(352, 1, True, shape).guesses for shape in SHAPES if shape != (2, 512, 8))
     assert blocks(1, 1 << 19, 352) is None
     assert [blocks(rows, 4096, 1216) for rows in (132, 133, 512)] == [1, None, None]
