@@ -236,8 +236,8 @@ class LocalTopk:
         if cutlass.const_expr(config.push):  # noqa: SIM102  # a trace-time test, then a run-time one
             if fetches:
                 low, high = ptx.load_v2(peers + Int64(thread - Int32(32)) * Int64(8))
-        for index in cutlass.range_constexpr(-(-places.cleared // 16 // config.threads)):
-            place = thread + Int32(index * config.threads)
+        for index in cutlass.range_constexpr(-(-(places.cleared - places.uncleared) // 16 // config.threads)):
+            place = thread + Int32(places.uncleared // 16 + index * config.threads)
             if place < Int32(places.cleared // 16):
                 ptx.store_shared_v4(base + Uint32(place) * Uint32(16), Uint32(0), Uint32(0), Uint32(0), Uint32(0))
         count = n + planes * ((n + Int32(31)) >> Int32(5))

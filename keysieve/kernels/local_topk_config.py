@@ -44,7 +44,7 @@ NARROW = 256
 """Bins from a guessed floor on that a row is first looked at in; the lowest of them takes what does not reach it, the
 highest what lies beyond."""
 
-MAX_SHIFT = 7
+MAX_SHIFT = 8
 """log2 of the values in such a bin, at most: a bin is counted once more in as many bins as it has values."""
 
 SAMPLE_STEP = 2
@@ -143,9 +143,11 @@ class LocalMap:
     first: int  # u32 [BINS]: maxima by their upper 11 bits
     second: int  # u32 [BINS]: candidates by their distance from the bound
     low: int  # u32 [2][32]: keys of the threshold's bin by their lower 5 bits; maxima likewise
-    cleared: int  # bytes from 0 that are zeroed at the start
-    sample: int  # u32 [SAMPLE_BINS]: the sample's maxima
+    uncleared: int  # bytes from 0 that are not zeroed at the start
+    cleared: int  # up to here they are
+    sample: int  # u16 [SAMPLE_BINS]: the sample's maxima
     narrow: int  # u32 [NARROW]: keys by their distance from a guess
+    again: int  # u32 [NARROW + 4]: those of one bin by theirs from its lower end, then all others
     found: int  # u32 [16]: what one warp tells the others; behind it 16 more for `trace`
     peers: int  # u64 [16]: the blocks' addresses
     sums: int  # u32 [2][32]: counts of every warp, of two scans
@@ -170,9 +172,10 @@ class LocalMap:
     @staticmethod
     def of(config: LocalTopkConfig) -> LocalMap:
         narrow = 2 * 4 * BINS + 256
-        sample = narrow + (4 * NARROW if config.guesses else 0)
-        cleared = sample + (4 * SAMPLE_BINS if config.guesses else 0)
-        found = sample + (max(4 * SAMPLE_BINS, 16 * config.threads * config.held) if config.guesses else 0)
+        again = narrow + (4 * NARROW if config.guesses else 0)
+        sample = again + (4 * NARROW + 16 if config.guesses else 0)
+        cleared = sample + (2 * SAMPLE_BINS if config.guesses else 0)
+        found = sample + (max(2 * SAMPLE_BINS, 16 * config.threads * config.held) if config.guesses else 0)
         peers = found + 128
         sums = peers + 128
         pair_sums = sums + 256
@@ -197,6 +200,7 @@ class LocalMap:
             first=0,
             second=4 * BINS,
             low=8 * BINS,
+            uncleared=narrow if config.guesses else 0,
             cleared=cleared,
             found=found,
             peers=peers,
@@ -213,6 +217,7 @@ class LocalMap:
             arrivals=arrivals,
             sample=sample,
             narrow=narrow,
+            again=again,
             gathered=gathered,
             landed=landed,
             kept=kept,

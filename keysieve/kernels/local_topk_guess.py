@@ -58,7 +58,7 @@ def share(row: Any, n: Int32, rank: Int32) -> Any:
         entries, tails = listed_keys.load_entries(row, listed, turn)
         row.mark(14)
         if row.warp == Int32(0):
-            kept.find_narrow(row, row.gathered, row.arrivals + Uint32(32), n, rank)
+            kept.find_narrow(row, row.gathered, row.arrivals + Uint32(32), n, rank, False)
         cute.arch.sync_threads()
         digit_word, above_word, before_above, before_equal = ptx.load_shared_v4(row.found)
         row.mark(6)
@@ -69,7 +69,7 @@ def share(row: Any, n: Int32, rank: Int32) -> Any:
             above = Int32(before_above)
             equal = Int32(before_equal)
             if shift > Int32(0):
-                base = below + (Uint32(digit - Int32(1)) << Uint32(shift))
+                base = Uint32(floor) + (Uint32(digit - Int32(1)) << Uint32(shift))
                 digit_word, above_word, before_above, before_equal = listed_keys.count_bin(
                     row, listed, entries, turn, base, shift, need, rank
                 )
@@ -173,19 +173,17 @@ def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
     top = window.block_top(row, best)
     # A lane has eight bins, lane 0 the best one's; every warp looks by itself.
     lowest = Int32((top >> Uint32(SAMPLE_STEP)) & Uint32(0xFFFFFFF8)) - Int32(8) * row.lane
-    bins = [Uint32(0) for _ in range(8)]
+    bins = [Uint32(0) for _ in range(4)]
     if lowest >= Int32(0):
-        loaded = ptx.load_shared_v4(row.sample + Uint32(lowest) * Uint32(4))
-        loaded_upper = ptx.load_shared_v4(row.sample + Uint32(lowest) * Uint32(4) + Uint32(16))
+        loaded = ptx.load_shared_v4(row.sample + Uint32(lowest) * Uint32(2))
         for index in cutlass.range_constexpr(4):
             bins[index] = loaded[index]
-            bins[4 + index] = loaded_upper[index]
-    upto, bin_of, above, inside = kept.lane_bin([Int32(word) for word in bins], wanted)
-    votes = Uint32(cute.arch.vote_ballot_sync(upto >= wanted))
-    votes_early = Uint32(cute.arch.vote_ballot_sync(upto >= early))
+    upto, bin_of, above, inside = kept.lane_bin(kept.halves(bins), Uint32(wanted))
+    votes = Uint32(cute.arch.vote_ballot_sync(upto >= Uint32(wanted)))
+    votes_early = Uint32(cute.arch.vote_ballot_sync(upto >= Uint32(early)))
     found = packed.lowest_bit(votes) & Int32(31)
     floor = Int32(cute.arch.shuffle_sync(lowest + bin_of, found))
-    reaching = Int32(cute.arch.shuffle_sync(above + inside, found))
+    reaching = Int32(cute.arch.shuffle_sync(Int32(above + inside), found))
     end = lowest + Int32(8) * (row.lane - packed.lowest_bit(votes_early)) + Int32(8)
     if votes == Uint32(0):  # the same in all warps of both blocks
         floor, end, reaching = search(row, wanted, early)
@@ -205,12 +203,13 @@ def search(row: Any, wanted: Int32, early: Int32) -> Any:
     of the one that is wanted looks for it. Two block barriers."""
     each = SAMPLE_BINS // row.config.threads
     lowest = Int32(SAMPLE_BINS) - (row.thread + Int32(1)) * Int32(each)
-    place = row.sample + Uint32(lowest) * Uint32(4)
-    mine = Int32(0)
-    for index in cutlass.range_constexpr(each // 4):
-        turned = (Uint32(index) + Uint32(row.lane)) & Uint32(each // 4 - 1)  # lanes at different banks
+    place = row.sample + Uint32(lowest) * Uint32(2)
+    pair = Uint32(0)
+    for index in cutlass.range_constexpr(each // 8):
+        turned = (Uint32(index) + (Uint32(row.lane) >> Uint32(1))) & Uint32(each // 8 - 1)  # lanes at different banks
         loaded = ptx.load_shared_v4(place + turned * Uint32(16))
-        mine = mine + Int32(loaded[0] + loaded[1] + loaded[2] + loaded[3])
+        pair = pair + loaded[0] + loaded[1] + loaded[2] + loaded[3]
+    mine = Int32((pair & Uint32(0xFFFF)) + (pair >> Uint32(16)))
     upto, _other = window.block_prefix(row, mine, Int32(0), False)
     if upto >= early and upto - mine < early:
         ptx.store_shared(row.found + Uint32(4), Uint32(lowest + Int32(each)))
@@ -221,7 +220,7 @@ def search(row: Any, wanted: Int32, early: Int32) -> Any:
         highest = Int32(cute.arch.shuffle_sync(lowest, source)) + Int32(each - 1) - row.lane
         for chunk in cutlass.range_constexpr(each // 32):
             one = highest - Int32(32 * chunk)
-            inside = Int32(ptx.load_shared(row.sample + Uint32(one) * Uint32(4)))
+            inside = Int32(ptx.load_shared_u16(row.sample + Uint32(one) * Uint32(2)))
             reach = above + packed.warp_prefix(inside)
             if reach >= wanted and reach - inside < wanted:
                 ptx.store_shared(row.found, Uint32(one))
@@ -241,5 +240,7 @@ def count_sampled(row: Any, words: Any) -> Uint32:
     if best >= Uint32(NEGATIVE):  # none is positive
         best = kept.smaller_half(kept.smallest(words)) ^ Uint32(0x7FFF)
     best = best ^ Uint32(NEGATIVE)
-    ptx.red_shared(row.sample + ((best >> Uint32(SAMPLE_STEP)) << Uint32(2)), Uint32(1), "add")
+    half = (best >> Uint32(SAMPLE_STEP)) & Uint32(1)
+    place = row.sample + ((best >> Uint32(SAMPLE_STEP + 1)) << Uint32(2))
+    ptx.red_shared(place, Uint32(1) << (half << Uint32(4)), "add")
     return best

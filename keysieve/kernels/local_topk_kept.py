@@ -47,7 +47,7 @@ def landed_of(row: Any) -> Uint32:
 
 @dsl_user_op
 def prepare(barrier: Uint32, *, loc: Any = None, ip: Any = None) -> None:
-    """Make an mbarrier that one thread arrives at."""
+    """Make an mbarrier that one thread arrives at, for bulk copies that the block asks for."""
     ptx.asm("mbarrier.init.shared.b64 [$0], 1;", "r", (), (barrier,), loc=loc, ip=ip)
 
 
@@ -57,27 +57,30 @@ def inside(words: Any, one: Int32, end: Int32) -> list[Any]:
     return [word | (mask ^ Uint32(NO_KEYS)) for word, mask in zip(words, masks, strict=True)]
 
 
-def lane_bin(bins: Any, wanted: Int32) -> Any:
+def lane_bin(bins: Any, wanted: Uint32) -> Any:
     """Whole warp: (the sum of this lane's bins and of those of the lanes before it; if the `wanted`-th from the top is
-    in one of this lane's eight, the last of them the highest, which one; the number in higher bins; in that one)."""
+    in one of this lane's eight, the last of them the highest, which one; the number in higher bins; in that one). Words
+    with a number in the upper half and something else in the lower are looked at by `wanted` in the upper half."""
     pairs = [bins[2 * i] + bins[2 * i + 1] for i in range(4)]
     upper = pairs[2] + pairs[3]
     mine = pairs[0] + pairs[1] + upper
-    upto = packed.warp_prefix(mine)
+    upto = Uint32(packed.warp_prefix(Int32(mine)))
     above = upto - mine
     more = above + upper < wanted
     place = _select(more, Int32(0), Int32(4))
     above = _select(more, above + upper, above)
     pair = _select(more, pairs[1], pairs[3])
     ones = [_select(more, bins[1], bins[5]), _select(more, bins[3], bins[7])]
+    lows = [_select(more, bins[0], bins[4]), _select(more, bins[2], bins[6])]
     more = above + pair < wanted
     place = _select(more, place, place + Int32(2))
     above = _select(more, above + pair, above)
     one = _select(more, ones[0], ones[1])
+    low = _select(more, lows[0], lows[1])
     more = above + one < wanted
     place = _select(more, place, place + Int32(1))
     above = _select(more, above + one, above)
-    return upto, place, above, _select(more, pair - one, one)
+    return upto, place, above, _select(more, low, one)
 
 
 def _select(condition: Any, yes: Any, no: Any) -> Any:
@@ -147,7 +150,7 @@ def larger_half(word: Uint32) -> Uint32:
 
 
 def smaller_half(word: Uint32) -> Uint32:
-    return packed.min_u16x2(word, packed.high_half(word)) & Uint32(0xFFFF)
+    return packed.min_u16x2(word, word >> Uint32(16)) & Uint32(0xFFFF)
 
 
 @cute.jit
@@ -218,35 +221,42 @@ def send_narrow(row: Any, narrow: Uint32, gathered: Uint32, arrival: Uint32, ran
 
 
 @cute.jit
-def find_narrow(row: Any, gathered: Uint32, arrival: Uint32, n: Int32, rank: Int32) -> None:
-    """One warp: when both blocks' counts are there, note (the bin of the `n`-th from the top, or 0 if it is none but
-    the first or the last; keys in higher bins; keys in higher bins, and in that one, of the block before this one)."""
+def find_narrow(
+    row: Any, gathered: Uint32, arrival: Uint32, n: Int32, rank: Int32, exact: cutlass.Constexpr[bool]
+) -> None:
+    """One warp: when both blocks' counts are there, note (the bin of the `n`-th from the top, 0 if that is none; keys
+    in higher bins; keys in higher bins, and in that one, of the block before this one). exact: all bins count, and one
+    of them is it; else the first, of what does not reach the guess, does not, and the last is none, as it has no end.
+
+    The sums over both blocks and the first one's are halves of a word. A sum of 2^16, of a whole row, is lost: none is
+    found then."""
     exchange_cluster.receive(arrival)
     place = gathered + Uint32(row.lane) * Uint32(16)
-    first = halves(ptx.load_shared_v4(place))
-    second = halves(ptx.load_shared_v4(place + Uint32(2 * NARROW)))
-    if row.lane == Int32(31):  # bin 0 has what does not reach the guess
-        first[0] = Int32(0)
-        second[0] = Int32(0)
-    reach, digit, above, _inside = lane_bin([a + b for a, b in zip(first, second, strict=True)], n)
-    # Of the first block, if this is the second, what is above that bin, and in it.
-    earlier = Int32(rank > Int32(0))
-    before = Int32(0)
-    inside = Int32(0)
-    for index in cutlass.range_constexpr(8):
-        before = before + first[index] * Int32(Int32(index) > digit)
-        inside = inside + first[index] * Int32(Int32(index) == digit)
-    mine = first[0] + first[1] + first[2] + first[3] + first[4] + first[5] + first[6] + first[7]
-    before = (before + packed.warp_prefix(mine) - mine) * earlier
-    votes = Uint32(cute.arch.vote_ballot_sync(reach >= n))
+    first = ptx.load_shared_v4(place)
+    second = ptx.load_shared_v4(place + Uint32(2 * NARROW))
+    bins = []
+    for word in cutlass.range_constexpr(4):
+        low = first[word] & Uint32(0xFFFF)
+        bins.append(low * Uint32(0x10001) + (second[word] << Uint32(16)))
+        high = first[word] >> Uint32(16)
+        bins.append(high * Uint32(0x10001) + (second[word] & Uint32(0xFFFF0000)))
+    if cutlass.const_expr(not exact):  # noqa: SIM102  # a trace-time test, then a run-time one
+        if row.lane == Int32(31):
+            bins[0] = Uint32(0)
+    wanted = Uint32(n) << Uint32(16)
+    reach, digit, above, inside = lane_bin(bins, wanted)
+    votes = Uint32(cute.arch.vote_ballot_sync(reach >= wanted))
     digit = digit + Int32(NARROW - 8) - Int32(8) * row.lane
-    digit = digit * Int32(digit < Int32(NARROW - 1)) * Int32(votes != Uint32(0))  # the last has no end
+    if cutlass.const_expr(not exact):
+        digit = digit * Int32(digit < Int32(NARROW - 1)) * Int32(votes != Uint32(0))
     if row.lane == (packed.lowest_bit(votes) & Int32(31)):
-        ptx.store_shared_v4(row.found, Uint32(digit), Uint32(above), Uint32(before), Uint32(inside * earlier))
+        of_first = Uint32(0xFFFF) * Uint32(rank > Int32(0))  # if this is the second
+        ptx.store_shared_v4(row.found, Uint32(digit), above >> Uint32(16), above & of_first, inside & of_first)
 
 
-def halves(words: Any) -> list[Int32]:
-    return [Int32((word >> Uint32(16 * half)) & Uint32(0xFFFF)) for word in words for half in range(2)]
+def halves(words: Any) -> list[Uint32]:
+    """The halves of words, the lower one first."""
+    return [(word >> Uint32(16 * half)) & Uint32(0xFFFF) for word in words for half in range(2)]
 
 
 @dsl_user_op

@@ -11,6 +11,7 @@ from cutlass import Int32, Uint32
 from keysieve.device import packed, ptx
 from keysieve.kernels import local_topk_kept as kept
 from keysieve.kernels import local_topk_steps as steps
+from keysieve.kernels.local_topk_config import NARROW
 
 
 def kept_of(row: Any) -> int:
@@ -92,28 +93,28 @@ def load_entries(row: Any, listed: Int32, turn: Any) -> Any:
 def count_bin(
     row: Any, listed: Int32, entries: Any, turn: Any, base: Uint32, shift: Int32, need: Int32, rank: Int32
 ) -> Any:
-    """Of the listed keys from 1 to 2^shift above `base`: (how far the `need`-th from the top lies above it; keys above
-    that one; keys above it, and equal to it, of the block before this one). There are so many. Two block barriers."""
-    narrow = row.first  # which is clear
+    """Of the listed keys from `base` on, fewer than 2^shift above it: (how far the `need`-th from the top lies above
+    it; keys above that one; keys above it, and equal to it, of the block before this one). There are so many. Two block
+    barriers."""
     width = Uint32(1) << Uint32(shift)
     for index in cutlass.range_constexpr(kept_of(row)):
-        count_near(narrow, entries[index], base, width)
+        count_near(row.again, entries[index], base, width)
     for index in cutlass.range(Int32(32 * kept_of(row)) + row.lane, listed, 32, unroll=1):
         key, _tail = load_entry(row, index, listed, turn)
-        count_near(narrow, key, base, width)
+        count_near(row.again, key, base, width)
     cute.arch.sync_threads()
     if row.warp == Int32(0):
         arrival = row.arrivals + Uint32(40)
-        kept.send_narrow(row, narrow, row.received, arrival, rank)
-        kept.find_narrow(row, row.received, arrival, need, rank)
+        kept.send_narrow(row, row.again, row.received, arrival, rank)
+        kept.find_narrow(row, row.received, arrival, need, rank, True)
     cute.arch.sync_threads()
     return ptx.load_shared_v4(row.found)
 
 
 def count_near(narrow: Uint32, key: Uint32, base: Uint32, width: Uint32) -> None:
-    """Count a key from 1 to `width` above `base`; any other in bin 0."""
+    """Count a key by its distance from `base` if that is less than `width`; any other behind all bins."""
     distance = key - base
-    place = cutlass.select_(distance <= width, distance, Uint32(0))
+    place = cutlass.select_(distance < width, distance, Uint32(NARROW))
     ptx.red_shared(narrow + place * Uint32(4), Uint32(1), "add")
 
 

@@ -99,6 +99,7 @@ class Row:
         self.arrivals = base + Uint32(places.arrivals)
         self.sample = base + Uint32(places.sample)
         self.narrow = base + Uint32(places.narrow)
+        self.again = base + Uint32(places.again)
         self.gathered = base + Uint32(places.gathered)
         self.landed = base + Uint32(places.landed)
         self.kept = base + Uint32(places.kept)
