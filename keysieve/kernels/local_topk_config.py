@@ -147,7 +147,7 @@ class LocalMap:
     cleared: int  # up to here they are
     sample: int  # u16 [SAMPLE_BINS]: the sample's maxima
     narrow: int  # u32 [NARROW]: keys by their distance from a guess
-    again: int  # u32 [NARROW + 4]: those of one bin by theirs from its lower end, then all others
+    again: int  # u32 [NARROW + 4]: those of one bin by theirs from its lower end, then all others; [4]: a plateau's
     found: int  # u32 [16]: what one warp tells the others; behind it 16 more for `trace`
     peers: int  # u64 [16]: the blocks' addresses
     sums: int  # u32 [2][32]: counts of every warp, of two scans
@@ -158,10 +158,10 @@ class LocalMap:
     list_tops: int  # u16 [listed]: their index >> 16
     maxima: int  # u16 [room]: the largest key of every vector; or u32 [SIFTED][4]: vectors that may matter
     received: int  # u16 [2][cluster][WINDOW]: in a shared row, all blocks' counts of a histogram, of two in turn
-    floors: int  # u32 [3][cluster]: what they counted from
+    floors: int  # u32 [3][cluster]: what they counted from; 64 bytes behind it u32 [cluster]: what a plateau's have
     bins: int  # u32 [cluster][36]: all blocks' counts of the best maxima, from their best one's bin down; that
-    arrivals: int  # u64 [6]: mbarriers of the three histograms that the cluster's blocks may send, `bins`, `gathered`,
-    # and a second count's
+    arrivals: int  # u64 [7]: mbarriers of the three histograms that the cluster's blocks may send, `bins`, `gathered`,
+    # a second count and a plateau's
     gathered: int  # u16 [cluster][NARROW]: counts of `narrow`: the highest eight of a lane, ascending, then eight below
     landed: int  # u64 [warps]: mbarriers of what is on its way there
     kept: int  # u32 [warps][32 * held][4]: each warp's vectors
@@ -173,7 +173,7 @@ class LocalMap:
     def of(config: LocalTopkConfig) -> LocalMap:
         narrow = 2 * 4 * BINS + 256
         again = narrow + (4 * NARROW if config.guesses else 0)
-        sample = again + (4 * NARROW + 16 if config.guesses else 0)
+        sample = again + (4 * (NARROW + 8) if config.guesses else 0)
         cleared = sample + (2 * SAMPLE_BINS if config.guesses else 0)
         found = sample + (max(2 * SAMPLE_BINS, 16 * config.threads * config.held) if config.guesses else 0)
         peers = found + 128

@@ -7,7 +7,8 @@ threshold is not below it: all that is counted, listed and compared from there o
 (`local_topk_kept`). They are counted in 254 bins from the guess on, of one value each, or, where the sample says that
 the threshold may lie further above, of 2^shift values; then the keys of the bin found are counted once more, value by
 value (`local_topk_listed_keys`). If fewer than N keys reach the guess, or the threshold lies above the bins, all keys
-are looked at (`local_topk_whole`).
+are looked at (`local_topk_whole`). Where most of the sample reaches the guess, on a plateau, the sample's commonest
+value there is tried as the threshold; if N keys lie above it, it was the floor to guess.
 
 Keys come to shared memory by a bulk copy a warp, since loads to registers that are asked for together are waited for
 together, the sample's too.
@@ -28,7 +29,7 @@ from keysieve.kernels import local_topk_listed_keys as listed_keys
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels import local_topk_whole as whole
 from keysieve.kernels import local_topk_window as window
-from keysieve.kernels.local_topk_config import MAX_SHIFT, SAMPLE_BINS, SAMPLE_STEP
+from keysieve.kernels.local_topk_config import MAX_SHIFT, NARROW, SAMPLE_BINS, SAMPLE_STEP
 
 NEGATIVE = 0x8000
 """key16 of negative numbers are below it."""
@@ -39,57 +40,73 @@ def share(row: Any, n: Int32, rank: Int32) -> Any:
     """This block's words of a shared row: (place of the first, their number). A block barrier has to follow."""
     one, asked, wanted, early = row.plan
     words, other = ask(row, one, asked)
-    floor, shift = guess(row, words, other, wanted, early)
+    floor, shift, value = guess(row, words, other, wanted, early)
     row.mark(1)
-    digit = Int32(0)
+    places = kept.places_of(row)
+    done = Int32(0)
     begin = Int32(0)
     count = Int32(0)
-    if floor > Int32(3):
-        below = Uint32(floor - Int32(1))
-        turn = kept.turn_of(below, floor < Int32(NEGATIVE))
-        hits = kept.keep_reaching(row, words, asked, turn)
-        row.mark(4)
-        two = kept.count_kept(row, hits, turn, shift)
-        row.mark(13)
-        cute.arch.sync_threads()
-        if row.warp == Int32(0):
-            kept.send_narrow(row, row.narrow, row.gathered, row.arrivals + Uint32(32), rank)
-        listed = listed_keys.list_keys(row, hits, turn, two)
-        entries, tails = listed_keys.load_entries(row, listed, turn)
-        row.mark(14)
-        if row.warp == Int32(0):
-            kept.find_narrow(row, row.gathered, row.arrivals + Uint32(32), n, rank, False)
-        cute.arch.sync_threads()
-        digit_word, above_word, before_above, before_equal = ptx.load_shared_v4(row.found)
-        row.mark(6)
-        digit = Int32(digit_word)
-        if digit > Int32(0):
-            threshold = below + Uint32(digit)
-            need = n - Int32(above_word)
-            above = Int32(before_above)
-            equal = Int32(before_equal)
-            if shift > Int32(0):
-                base = Uint32(floor) + (Uint32(digit - Int32(1)) << Uint32(shift))
-                digit_word, above_word, before_above, before_equal = listed_keys.count_bin(
-                    row, listed, entries, turn, base, shift, need, rank
-                )
-                threshold = base + digit_word
-                need = need - Int32(above_word)
-                above = above + Int32(before_above)
-                equal = Int32(before_equal)
-            if equal > need:
-                equal = need
-            block = listed_keys.place_entries(row, listed, entries, tails, turn, threshold, need, above, equal)
-            own = Int32(Uint32(block) >> Uint32(steps.EQUAL_SHIFT))
-            if own > need - equal:
-                own = need - equal
-            count = Int32(Uint32(block) & Uint32(0xFFFF)) + own
-            begin = above + equal
-    else:
+    if value > Int32(0):
         kept.land(row, words, asked)
-    if digit == Int32(0):
-        begin, count = whole.share(row, kept.places_of(row), n, rank)
+        done, begin, count, above = whole.share_plateau(row, places, Uint32(value), n, rank)
+        if done == Int32(0) and above >= n:
+            floor = value + Int32(1)
+    if floor > Int32(3):
+        done, begin, count = share_reaching(row, words, asked, floor, shift, n, rank)
+    elif done == Int32(0):
+        kept.land(row, words, asked)
+    if done == Int32(0):
+        begin, count = whole.share(row, places, n, rank)
     return begin, count
+
+
+@cute.jit
+def share_reaching(row: Any, words: Any, asked: Int32, floor: Int32, shift: Int32, n: Int32, rank: Int32) -> Any:
+    """(1 if the `n`-th largest key of the row is in one of the bins of 2^shift values from `floor` on, and then this
+    block's words: place of the first, number)."""
+    below = Uint32(floor - Int32(1))
+    turn = kept.turn_of(below, floor < Int32(NEGATIVE))
+    hits = kept.keep_reaching(row, words, asked, turn)
+    row.mark(4)
+    two = kept.count_kept(row, hits, turn, shift)
+    row.mark(13)
+    cute.arch.sync_threads()
+    if row.warp == Int32(0):
+        kept.send_narrow(row, row.narrow, row.gathered, row.arrivals + Uint32(32), rank)
+    listed = listed_keys.list_keys(row, hits, turn, two)
+    entries, tails = listed_keys.load_entries(row, listed, turn)
+    row.mark(14)
+    if row.warp == Int32(0):
+        kept.find_narrow(row, row.gathered, row.arrivals + Uint32(32), n, rank, False)
+    cute.arch.sync_threads()
+    digit_word, above_word, before_above, before_equal = ptx.load_shared_v4(row.found)
+    row.mark(6)
+    digit = Int32(digit_word)
+    begin = Int32(0)
+    count = Int32(0)
+    if digit > Int32(0):
+        threshold = below + Uint32(digit)
+        need = n - Int32(above_word)
+        above = Int32(before_above)
+        equal = Int32(before_equal)
+        if shift > Int32(0):
+            base = Uint32(floor) + (Uint32(digit - Int32(1)) << Uint32(shift))
+            digit_word, above_word, before_above, before_equal = listed_keys.count_bin(
+                row, listed, entries, turn, base, shift, need, rank
+            )
+            threshold = base + digit_word
+            need = need - Int32(above_word)
+            above = above + Int32(before_above)
+            equal = Int32(before_equal)
+        if equal > need:
+            equal = need
+        block = listed_keys.place_entries(row, listed, entries, tails, turn, threshold, need, above, equal)
+        own = Int32(Uint32(block) >> Uint32(steps.EQUAL_SHIFT))
+        if own > need - equal:
+            own = need - equal
+        count = Int32(Uint32(block) & Uint32(0xFFFF)) + own
+        begin = above + equal
+    return digit, begin, count
 
 
 @cute.jit
@@ -163,10 +180,12 @@ def _expect(barrier: Uint32, nbytes: Int32, *, loc: Any = None, ip: Any = None) 
 @cute.jit
 def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
     """(key16 that the `wanted`-th of the sample's maxima reaches, a multiple of 4; 0 where the sample does not tell, or
-    three quarters of it reach that; log2 of the values in a bin, so that the bins from there on reach the `early`-th.)
-    From the first vectors of all warps of both blocks, the same in both. One block barrier, or three."""
-    best = count_sampled(row, words[0:4])
+    three quarters of it reach that; log2 of the values in a bin, so that the bins from there on reach the `early`-th;
+    in the last case the commonest of the maxima about the `wanted`-th, else 0.) From the first vectors of all warps of
+    both blocks, the same in both. One block barrier, up to four."""
+    best_own = count_sampled(row, words[0:4])
     best_other = count_sampled(row, other)
+    best = best_own
     if best_other > best:
         best = best_other
     row.mark(5)
@@ -187,13 +206,17 @@ def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
     end = lowest + Int32(8) * (row.lane - packed.lowest_bit(votes_early)) + Int32(8)
     if votes == Uint32(0):  # the same in all warps of both blocks
         floor, end, reaching = search(row, wanted, early)
-    if reaching > Int32(2 * row.config.threads - row.config.threads // 2):
-        floor = Int32(0)  # a plateau: most keys would be listed
+    value = Int32(0)
+    crowded = reaching > Int32(2 * row.config.threads - row.config.threads // 2)
+    if crowded:  # most keys would be listed
+        value = commonest(row, floor, best_own, best_other)
     # 254 bins of one value, two, four ...: bfind of 0 is -1.
     shift = Int32(packed.highest_bit(Uint32(end - floor + Int32(2)) >> Uint32(8 - SAMPLE_STEP))) + Int32(1)
     if shift > Int32(MAX_SHIFT):
         shift = Int32(MAX_SHIFT)
-    return floor << Int32(SAMPLE_STEP), shift
+    if crowded:
+        floor = Int32(0)
+    return floor << Int32(SAMPLE_STEP), shift, value
 
 
 @cute.jit
@@ -228,9 +251,28 @@ def search(row: Any, wanted: Int32, early: Int32) -> Any:
             above = Int32(cute.arch.shuffle_sync(reach, Int32(31)))
     if row.thread == Int32(row.config.threads - 1) and upto < wanted:
         ptx.store_shared(row.found, Uint32(0))
+        ptx.store_shared(row.found + Uint32(8), Uint32(0))
     cute.arch.sync_threads()
     floor, end, reaching, _none = ptx.load_shared_v4(row.found)
     return Int32(floor), Int32(end), Int32(reaching)
+
+
+@cute.jit
+def commonest(row: Any, which: Int32, own: Uint32, other: Uint32) -> Int32:
+    """Of the maxima in one of the sample's bins the one that most vectors have, the highest such. One block barrier."""
+    values = row.again + Uint32(4 * (NARROW + 4))
+    for key in (own, other):
+        if Int32(key >> Uint32(SAMPLE_STEP)) == which:
+            ptx.red_shared(values + ((key & Uint32(3)) << Uint32(2)), Uint32(1), "add")
+    cute.arch.sync_threads()
+    counts = ptx.load_shared_v4(values)
+    most = counts[0]
+    place = Int32(0)
+    for index in cutlass.range_constexpr(1, 4):
+        if counts[index] >= most:
+            most = counts[index]
+            place = Int32(index)
+    return (which << Int32(SAMPLE_STEP)) + place
 
 
 @cute.jit

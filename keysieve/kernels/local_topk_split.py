@@ -36,6 +36,7 @@ def open_cluster(base: Uint32, thread: Int32, config: cutlass.Constexpr[LocalTop
             for count in cutlass.range_constexpr(2):
                 arrival = base + Uint32(LocalMap.of(config).arrivals + 32 + 8 * count)
                 exchange_cluster.arm(arrival, 2 * NARROW * config.cluster)
+            exchange_cluster.arm(base + Uint32(LocalMap.of(config).arrivals + 48), 4 * config.cluster)
         exchange_cluster.publish()
     if cutlass.const_expr(config.guesses):  # noqa: SIM102  # a trace-time test, then a run-time one
         if (thread & Int32(31)) == Int32(0):

@@ -1,7 +1,9 @@
-"""A row shared by two blocks whose floor could not be guessed: all keys, from shared memory, in two digits.
+"""A row shared by two blocks whose floor could not be guessed, or is a plateau: all keys, from shared memory.
 
 The end of point 1 of `keysieve/models/local_topk.py`: keys are counted by their upper 10 bits, then value by value
-from the digit found on. Nothing is kept in registers: rows of this kind are seldom, and others want few.
+from the digit found on. Where most of the sample shows one value, as rows do that have fewer than N positive keys and
+zeros else, it is tried as the threshold first: the keys above it and equal to it are counted anyway before they are
+placed. Nothing is kept in registers: rows of this kind are seldom, and others want few.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from keysieve.device import packed, ptx, scan
+from keysieve.device import exchange_cluster, packed, ptx, scan
 from keysieve.kernels import local_topk_steps as steps
 from keysieve.kernels import local_topk_window as window
 
@@ -48,7 +50,8 @@ def share(row: Any, places: Uint32, n: Int32, rank: Int32) -> Any:
     equal = before_equal
     if equal > need:
         equal = need
-    block = place(row, places, threshold, need, before_above, equal)
+    before, block = count_codes(row, places, threshold)
+    place(row, places, threshold, need, before + before_above + (equal << Int32(steps.EQUAL_SHIFT)))
     own = Int32(Uint32(block) >> Uint32(steps.EQUAL_SHIFT))
     if own > need - equal:
         own = need - equal
@@ -69,16 +72,51 @@ def load_keys(row: Any, places: Uint32, step: Int32) -> Any:
 
 
 @cute.jit
-def place(row: Any, places: Uint32, threshold: Uint32, need: Int32, above: Int32, equal: Int32) -> Int32:
-    """Place the keys above the threshold, and equal ones until `need` of the row are; of either, `above` and `equal`
-    come before this block's. Returns this block's counts, the equal ones shifted. One block barrier."""
+def share_plateau(row: Any, places: Uint32, value: Uint32, n: Int32, rank: Int32) -> Any:
+    """(1 if `value` is the `n`-th largest key of the row, and then this block's words: place of the first, number;
+    keys of the row above it). places: as for `share`. One block barrier, and one has to follow."""
+    before, block = count_codes(row, places, value)
+    totals = row.floors + Uint32(64)
+    arrival = row.arrivals + Uint32(48)
+    if row.thread < Int32(row.config.cluster):
+        exchange_cluster.send(totals + Uint32(rank) * Uint32(4), Uint32(block), arrival, Uint32(row.thread))
+    exchange_cluster.receive(arrival)
+    first, second = packed.load_shared_v2(totals)
+    above = Int32((first & Uint32(0xFFFF)) + (second & Uint32(0xFFFF)))
+    need = n - above
+    holds = Int32(need > Int32(0) and need <= Int32((first >> Uint32(16)) + (second >> Uint32(16))))
+    begin = Int32(0)
+    count = Int32(0)
+    if holds > Int32(0):
+        begin = Int32(first & Uint32(0xFFFF)) * Int32(rank > Int32(0))
+        equal = Int32(first >> Uint32(16)) * Int32(rank > Int32(0))
+        if equal > need:
+            equal = need
+        place(row, places, value, need, before + begin + (equal << Int32(steps.EQUAL_SHIFT)))
+        begin = begin + equal
+        own = Int32(Uint32(block) >> Uint32(16))
+        if own > need - equal:
+            own = need - equal
+        count = Int32(Uint32(block) & Uint32(0xFFFF)) + own
+    return holds, begin, count, above
+
+
+@cute.jit
+def count_codes(row: Any, places: Uint32, threshold: Uint32) -> Any:
+    """(Of the block's keys before this warp's, of all: how many are above the threshold, and equal to it, shifted). One
+    block barrier."""
     mine = Uint32(0)
     for step in cutlass.range(row.rounds, unroll=1):
         mine = mine + steps.byte_counts(steps.codes_x8(load_keys(row, places, step), threshold))
-    total = scan.warp_sum(Int32(counts_of(mine)))
-    before, block = steps.block_offsets(row, total, 0)
+    before, block = steps.block_offsets(row, scan.warp_sum(Int32(counts_of(mine))), 0)
     row.mark(7)
-    before = before + above + (equal << Int32(steps.EQUAL_SHIFT))
+    return before, block
+
+
+@cute.jit
+def place(row: Any, places: Uint32, threshold: Uint32, need: Int32, before: Int32) -> None:
+    """Place this warp's keys above the threshold, and equal ones until `need` of the row are. before: of either, what
+    comes before the warp's in the row; of the equal ones no more than matter."""
     for step in cutlass.range(row.rounds, unroll=1):
         words = load_keys(row, places, step)
         mask = steps.codes_x8(words, threshold)
@@ -94,7 +132,6 @@ def place(row: Any, places: Uint32, threshold: Uint32, need: Int32, above: Int32
         put_keys(row, words, chosen, slot, row.start + step * Int32(32))
         before = before + Int32(cute.arch.shuffle_sync(upto, Int32(31)))
     row.mark(15)
-    return block
 
 
 def counts_of(counts: Uint32) -> Uint32:

@@ -13,8 +13,9 @@ What the kernel relies on, and what the property tests of this module hold to th
    behind their keys above the threshold and, of the equal ones, as many as are still taken. Where threads hold four
    vectors, those whose largest key does not reach the threshold are dropped before their keys are looked at once more,
    if that spares a round. Two blocks of eight vectors a thread count above a floor that both guess alike from the same
-   eighth of the row. It is taken if N keys or more reach it and the threshold is positive and one of the 254 values
-   from it on, by the sums of their counts; else all keys are counted by two digits as above.
+   eighth of the row. It is taken if N keys or more reach it and the threshold is in one of 254 bins from it on, by the
+   sums of their counts; a bin of more than one value is counted once more. Else all keys are counted by two digits as
+   above. Where most of the sample reach the floor, the commonest value there is tried as the threshold.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
    keys (point 4 of `models.select`), and they fit the registers. Where the scorer has written the maxima and the

@@ -15,7 +15,12 @@ KINDS = (
     "gaussian", "high", "heavy", "outliers", "crowd", "crowd_behind", "alternate", "between_samples", "in_samples",
     "trend", "few_above", "ties", "runs", "relu", "infinite", "nan_mixed", "ladder", "equal",
     "near_zero", "at_zero", "below_zero", "negative", "one_octave", "steep", "steep_below", "tiny", "few_negative",
+    "zeros", "level", "level_below", "level_rough", "level_in_half",
 )  # fmt: skip
+
+
+AROUND = torch.tensor([1.54, 1.79, 2.09, 2.3, 2.55, 2.7, 3.3])
+"""Of 32K and 64K keys 352, 1,216 and 2,048 are about so many deviations above the mean, or fewer."""
 
 
 def values(kind: str, rows: int, width: int, device: torch.device, seed: int) -> torch.Tensor:
@@ -42,7 +47,20 @@ def values(kind: str, rows: int, width: int, device: torch.device, seed: int) ->
     elif kind == "trend":
         x = x + at / width * 6
     elif kind == "near_zero":  # of 32K and 64K keys 352, 1,216 and 2,048 reach about as much
-        x = x - torch.tensor([1.54, 1.79, 2.09, 2.3, 2.55], device=device).repeat(rows)[:rows, None]
+        x = x - AROUND.to(device).repeat(rows)[:rows, None]
+    elif kind == "zeros":  # about as many are positive
+        x = (x - AROUND.to(device).repeat(rows)[:rows, None]).clamp_min(0)
+    elif kind in ("level", "level_below"):
+        above = x > AROUND.to(device).repeat(rows)[:rows, None]
+        below = torch.rand((rows, width), generator=g, device=device) < 0.1
+        level = 2.0 if kind == "level" else -0.375
+        x = torch.where(above, level + x.abs(), torch.where(below, level - x.abs(), level))
+    elif kind == "level_rough":  # four neighbouring values, and what lies above
+        steps = torch.randint(0, 4, (rows, width), generator=g, device=device)
+        above = x > AROUND.to(device).repeat(rows)[:rows, None]
+        x = torch.where(above, 1.5 + x, 1 + steps.clamp_min(1) / 128)
+    elif kind == "level_in_half":
+        x = torch.where(at < width // 2 + 77, x.clamp_min(1.0), -x.abs())
     elif kind == "at_zero":
         x = (x - 2.0) * (x > 2.3)
     elif kind == "below_zero":
