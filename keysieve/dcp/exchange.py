@@ -34,7 +34,7 @@ LOOK: Final = 0.002
 _EVERY: Final[weakref.WeakSet[Exchange]] = weakref.WeakSet()
 """Of this process: those on one device share a CUDA context, and lose it together."""
 
-_every_lock: Final = threading.Lock()
+_every_lock: Final = threading.RLock()
 """A set cannot be listed while another thread adds to it."""
 
 
@@ -190,18 +190,22 @@ class Exchange(ContextParallel):
         For handlers of CUDA errors: after a report the context is gone, but this can still be asked. The exchange's
         memory is then never freed: torch would end the process instead of letting an exception through.
         """
-        for memory in self._memories.values():
+        for memory in self._all_memory():
             found = exchange_report.failure(memory.report, self.timeout)
             if found is not None:
                 self._lose()
                 return found
         return None
 
+    def _all_memory(self) -> list[ExchangeMemory]:
+        """As it is now: another thread may build an indexer, which adds some, while this one is asked for reports."""
+        return list(self._memories.values())
+
     def _lose(self) -> None:
         """The CUDA context is gone, once a merge has reported."""
         if not self._lost:
             self._lost = True
-            for memory in self._memories.values():
+            for memory in self._all_memory():
                 memory.keep_for_ever()
 
     def raise_failure(self) -> None:
@@ -216,7 +220,7 @@ class Exchange(ContextParallel):
 
     def _reported(self) -> bool:
         """Has a merge of this rank left a report? Neither CUDA nor the device is asked."""
-        return any(exchange_report.written(memory.report) for memory in self._memories.values())
+        return any(exchange_report.written(memory.report) for memory in self._all_memory())
 
     def _raise_reported(self) -> None:
         if self._reported():

@@ -266,6 +266,31 @@ def test_exchanges_may_be_made_while_others_are_listed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("device")
+def test_an_indexer_may_be_built_while_reports_are_looked_for() -> None:
+    """It adds memory to its exchange: what lists that may not stumble, as its error would have hidden CUDA's."""
+    (one, _), _ = ranks()
+    memories: dict[Any, Any] = one._memories
+
+    class Memory:
+        """The exchange's; another is there when it has been asked for something."""
+
+        def __init__(self, memory: Any) -> None:
+            self._memory = memory
+
+        def __getattr__(self, name: str) -> Any:
+            memories[object()] = self._memory
+            return getattr(self._memory, name)
+
+    for layout, memory in [*memories.items()]:
+        memories[layout] = Memory(memory)
+    assert not one._reported()
+    assert one.failure() is None
+    report(one)
+    assert one._reported()
+    assert one.failure() is not None
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("reports", [False, True])
 def test_a_check_that_waited_for_the_device_tells_its_error(monkeypatch: pytest.MonkeyPatch, reports: bool) -> None:
     (one, _), _ = ranks()
