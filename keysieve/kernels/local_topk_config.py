@@ -56,7 +56,7 @@ SMALL_N = 512
 """Largest N for which maxima are worth their bytes whether or not they stay in L2."""
 
 GUESSED_N = 2048
-"""Largest N for which two blocks of eight vectors a thread guess a floor, in place of two of 1,024 threads."""
+"""Largest N for which two blocks guess a floor; with more than 32,768 keys, in place of two of 1,024 threads."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,14 @@ class LocalTopkConfig:
 
     @property
     def guesses(self) -> bool:
-        """Do two blocks that hold eight vectors a thread first guess what will not matter?"""
-        return self.push and self.held == 8 and self.cluster == 2 and not self.longer and self.keys <= 1 << 16
+        """Do two blocks that hold four vectors a thread or more first guess what will not matter?"""
+        shape = self.cluster == 2 and self.threads < 1024 and self.held >= 4 and self.keys <= 1 << 16
+        return shape and self.push and not self.longer and self.n_class <= n_class_of(GUESSED_N)
 
     @property
     def squeezes(self) -> bool:
         """Does a block drop the vectors below the threshold before it looks at their keys once more?"""
-        return self.held == 4 and not self.longer
+        return self.held == 4 and not self.longer and not self.guesses
 
     @property
     def listed(self) -> int:
@@ -255,8 +256,8 @@ def shape_for(rows: int, keys: int, sms: int, n: int, given: bool = False) -> tu
     worked on by a block each, and may be longer than its registers hold. That is so where there are more rows than
     multiprocessors: several small blocks on each, with a merge launched behind them, were seen to take a step of 512
     rows of 4,096 keys to 202 us. And it is so where maxima are given and two blocks would need 1,024 threads each. Up
-    to `GUESSED_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 1,216 take 6.8 to
-    7.0 us so, where two blocks of 1,024 threads take 9.5 to 12; N 2,048 8.4 for 10.8.
+    to `GUESSED_N` two blocks of 512 threads guess what will not matter: 64 rows of 65,536 keys with N 1,216 take 6.4 to
+    6.9 us so, where two blocks of 1,024 threads take 12.4; with N 2,048 8.4 for 11.1, with N 4,096 12.9 for 12.6.
     given: maxima are, and it is worth their bytes."""
     if rows > sms:
         return None
@@ -285,7 +286,7 @@ def _push(arch: str) -> Iterable[LocalTopkConfig]:
     alone = [config_for(n, planes, True) for n in N_CLASSES for planes in (1, 2, 4)]
     alone += [config_for(n, planes, True, given=True) for n in N_CLASSES for planes in (1, 2)]
     held = {config_for(n, planes, True, shape) for n in N_CLASSES for planes in (1, 2, 4) for shape in SHAPES}
-    held = {config for config in held if not config.guesses or config.n_class <= n_class_of(GUESSED_N)}
+    held = {config for config in held if config.guesses or (config.cluster, config.held) != (2, 8)}
     return alone + sorted(held, key=str)
 
 

@@ -8,7 +8,7 @@ threshold is not below it: all that is counted, listed and compared from there o
 the threshold may lie further above, of 2^shift values; then the keys of the bin found are counted once more, value by
 value (`local_topk_listed_keys`). If fewer than N keys reach the guess, or the threshold lies above the bins, all keys
 are looked at (`local_topk_whole`). Where most of the sample reaches the guess, on a plateau, the sample's commonest
-value there is tried as the threshold; if N keys lie above it, it was the floor to guess.
+value there is tried as the threshold; if N keys lie above it, it is the floor.
 
 Keys come to shared memory by a bulk copy a warp, since loads to registers that are asked for together are waited for
 together, the sample's too.
@@ -180,7 +180,7 @@ def _expect(barrier: Uint32, nbytes: Int32, *, loc: Any = None, ip: Any = None) 
 @cute.jit
 def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
     """(key16 that the `wanted`-th of the sample's maxima reaches, a multiple of 4; 0 where the sample does not tell, or
-    three quarters of it reach that; log2 of the values in a bin, so that the bins from there on reach the `early`-th;
+    far too many reach that; log2 of the values in a bin, so that the bins from there on reach the `early`-th;
     in the last case the commonest of the maxima about the `wanted`-th, else 0.) From the first vectors of all warps of
     both blocks, the same in both. One block barrier, up to four."""
     best_own = count_sampled(row, words[0:4])
@@ -207,8 +207,9 @@ def guess(row: Any, words: Any, other: Any, wanted: Int32, early: Int32) -> Any:
     if votes == Uint32(0):  # the same in all warps of both blocks
         floor, end, reaching = search(row, wanted, early)
     value = Int32(0)
-    crowded = reaching > Int32(2 * row.config.threads - row.config.threads // 2)
-    if crowded:  # most keys would be listed
+    # Three quarters of those that lie below a guess as it should be reach this one: most keys would be listed.
+    crowded = Int32(4) * (reaching - wanted) > Int32(3) * (Int32(2 * row.config.threads) - wanted)
+    if crowded:
         value = commonest(row, floor, best_own, best_other)
     # 254 bins of one value, two, four ...: bfind of 0 is -1.
     shift = Int32(packed.highest_bit(Uint32(end - floor + Int32(2)) >> Uint32(8 - SAMPLE_STEP))) + Int32(1)

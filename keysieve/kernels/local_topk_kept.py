@@ -121,7 +121,7 @@ def keep_reaching(row: Any, sampled: Any, asked: Int32, turn: Any) -> Int32:
 
 @cute.jit
 def land(row: Any, sampled: Any, asked: Int32) -> None:
-    """Until all of this warp's vectors are in their places; keys past the row's end are 0. Visible to the warp."""
+    """Until all of this warp's vectors are in their places, `NO_KEYS` past the row's end. Visible to the warp."""
     place = places_of(row)
     ptx.store_shared_v4(place + Uint32(row.lane) * Uint32(16), *sampled)
     if asked > Int32(0):

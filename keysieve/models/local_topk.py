@@ -15,7 +15,8 @@ What the kernel relies on, and what the property tests of this module hold to th
    if that spares a round. Two blocks of eight vectors a thread count above a floor that both guess alike from the same
    eighth of the row. It is taken if N keys or more reach it and the threshold is in one of 254 bins from it on, by the
    sums of their counts; a bin of more than one value is counted once more. Else all keys are counted by two digits as
-   above. Where most of the sample reach the floor, the commonest value there is tried as the threshold.
+   above. Where most of the sample reach the floor, the commonest value there is tried as the threshold; if N keys
+   lie above it, it is the floor.
 2. **Vectors.** Of a longer row only those vectors are looked at whose largest key reaches the bin of the N-th largest
    of these maxima, or, where that are many, exactly the N best vectors by (maximum, lower index): they hold the N best
    keys (point 4 of `models.select`), and they fit the registers. Where the scorer has written the maxima and the

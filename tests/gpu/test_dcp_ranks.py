@@ -55,15 +55,16 @@ def test_long_rows_have_index_planes(device: torch.device) -> None:
     hold(ranks, step(ranks), alone.call())
 
 
-@cases((8, 8), (32, 4), (64, 8))
-def test_many_long_rows_go_by_the_maxima_that_the_scorer_writes(device: torch.device, case: tuple[int, int]) -> None:
-    """And few of them, with the same indexer, do not. Scorers that keep a row in a lane alone, and four in a quad."""
-    heads, next_n = case
+@cases((8, 8, 4096), (32, 4, 4096), (64, 8, 4096), (8, 8, 2048), (32, 4, 2048), (64, 1, 512))
+def test_many_long_rows(device: torch.device, case: tuple[int, int, int]) -> None:
+    """They go by the maxima that the scorer writes, with N above 2,048, or by a guess; few of them, with the same
+    indexer, go neither way. Scorers that keep a row in a lane alone, and four in a quad."""
+    heads, next_n, topk = case
     lens = (*range(69993, 70001), *(300,) * 8, *range(66001, 66009), 65536, 65537, 65538, 65539, 0, 2048, 2049, 1)
-    shape = Geometry(2, topk=4096, lens=lens, next_n=next_n, heads=heads)  # a smaller N would be guessed for
-    ranks, alone = both(Context(shape, device), [device] * 2)
+    ranks, alone = both(Context(Geometry(2, topk=topk, lens=lens, next_n=next_n, heads=heads), device), [device] * 2)
     offer = ranks[0].indexer._runner._offer
-    assert [offer.takes_maxima(rows) for rows in (8, 24, 32)] == [False, False, True]
+    assert [offer.takes_maxima(rows) for rows in (8, 24, 32)] == [False, False, topk == 4096]
+    assert [offer.serves(rows).guesses for rows in (8, 24, 32)] == [False, False, topk != 4096]
     whole = alone.call()
     for site, rows in enumerate((32, 8, 32, 24, 32)):
         hold(ranks, step(ranks, rows=rows, site=site), whole, rows)

@@ -7,7 +7,7 @@ import torch
 from harness import cases
 
 SHAPES = ((2, 512, 8), (2, 512, 4), (2, 1024, 4))
-"""The first one guesses; the others count the same rows key by key."""
+"""The first two guess; the last one counts the same rows key by key."""
 
 LENS = (24577, 24575, 24569, 28672, 32768, 32767, 32761, 20000, 12289, 5000, 1216, 1217, 0)
 LONG = (65536, 65535, 65529, 49153, 49152, 49145, 40961, 36865, 33000, 32769, 61441, 57345, 24577, 8193)
@@ -15,12 +15,20 @@ KINDS = (
     "gaussian", "high", "heavy", "outliers", "crowd", "crowd_behind", "alternate", "between_samples", "in_samples",
     "trend", "few_above", "ties", "runs", "relu", "infinite", "nan_mixed", "ladder", "equal",
     "near_zero", "at_zero", "below_zero", "negative", "one_octave", "steep", "steep_below", "tiny", "few_negative",
-    "zeros", "level", "level_below", "level_rough", "level_in_half",
+    "zeros", "level", "level_below", "level_rough", "level_in_half", "sample_high", "sample_amid",
 )  # fmt: skip
 
 
 AROUND = torch.tensor([1.54, 1.79, 2.09, 2.3, 2.55, 2.7, 3.3])
 """Of 32K and 64K keys 352, 1,216 and 2,048 are about so many deviations above the mean, or fewer."""
+
+
+def in_sample(length: int, width: int, threads: int, device: torch.device) -> torch.Tensor:
+    """Bool [width]: the keys of a row of `length` that both blocks look at first."""
+    vector = torch.arange(width, device=device) // 8
+    share = (length + 15) // 16
+    rounds = (share + threads - 1) // threads
+    return (vector % share) % (32 * max(rounds, 1)) < 32
 
 
 def values(kind: str, rows: int, width: int, device: torch.device, seed: int) -> torch.Tensor:
@@ -55,10 +63,16 @@ def values(kind: str, rows: int, width: int, device: torch.device, seed: int) ->
         below = torch.rand((rows, width), generator=g, device=device) < 0.1
         level = 2.0 if kind == "level" else -0.375
         x = torch.where(above, level + x.abs(), torch.where(below, level - x.abs(), level))
-    elif kind == "level_rough":  # four neighbouring values, and what lies above
+    elif kind == "level_rough":  # three neighbouring values, and what lies above
         steps = torch.randint(0, 4, (rows, width), generator=g, device=device)
         above = x > AROUND.to(device).repeat(rows)[:rows, None]
         x = torch.where(above, 1.5 + x, 1 + steps.clamp_min(1) / 128)
+    elif kind in ("sample_high", "sample_amid"):
+        # What the sample shows as a plateau too few keys reach, or more than N lie above it, many bins.
+        lens = LONG if width > 32768 else LENS
+        inside = torch.stack([in_sample(max(lens[row % len(lens)], 16), width, 512, device) for row in range(rows)])
+        rest = -x.abs() if kind == "sample_high" else torch.where(x > 1.5, torch.exp(8 * x), x - 20)
+        x = torch.where(inside, torch.where(torch.arange(width, device=device) % 64 < 40, 0.5, -2.0), rest)
     elif kind == "level_in_half":
         x = torch.where(at < width // 2 + 77, x.clamp_min(1.0), -x.abs())
     elif kind == "at_zero":

@@ -73,9 +73,10 @@ def test_blocks_of_a_row() -> None:
     assert shape_for(25, 65_536, 132, 2080, given=True) is None, "by maxima"
     for n in (352, 2048):
         assert {shape_for(rows, 65_536, 132, n, given) for rows in (25, 66) for given in (False, True)} == {(2, 512, 8)}
-    assert config_for(352, 1, True, (2, 512, 8)).guesses
-    guessing = {config.n_class for config in LOCAL_PUSH.admitted("sm_90a") if config.guesses}
-    assert guessing == {config_for(2048, 1, True).n_class}, "no call of a larger N takes them"
-    assert not any(config_for(352, 1, True, shape).guesses for shape in SHAPES if shape != (2, 512, 8))
+    guessing = {shape for shape in SHAPES if config_for(2048, 1, True, shape).guesses}
+    assert guessing == {(2, 512, 4), (2, 512, 8)}
+    assert not any(config_for(2049, 1, True, shape).guesses for shape in SHAPES)
+    eight = {config.n_class for config in LOCAL_PUSH.admitted("sm_90a") if (config.cluster, config.held) == (2, 8)}
+    assert eight == {config_for(2048, 1, True).n_class}, "no call of a larger N takes them"
     assert blocks(1, 1 << 19, 352) is None
     assert [blocks(rows, 4096, 1216) for rows in (132, 133, 512)] == [1, None, None]
