@@ -61,44 +61,8 @@ def reciprocal31(number: Int32) -> Int32:
 
 
 def quotient(number: Int32, over: Int32) -> Int32:
-    """`number` by what `over` is the reciprocal of."""
-    return Int32((Int64(number) * Int64(Uint32(over))) >> Int64(31))
-
-
-@cute.jit
-def publish_spread(
-    prefix: Uint32,
-    rest: Uint32,
-    requests: Int32,
-    each: Int32,
-    mine: Int32,
-    total: Int32,
-    blocks: Int32,
-    lane: Int32,
-    homes: Any,
-) -> Any:
-    """The prefix table, all that others need of the plan, by the warp that has called `schedule_homes.read_lengths`.
-
-    Returns (an even share of all tiles, rounded up; 0 where the lane has seen nothing uneven). homes: a `Spread`.
-    """
-    share = Int32(Uint32(total) // Uint32(blocks))
-    share = share + Int32(share * blocks < total)
-    uneven = Int32(requests > blocks)
-    first_request = lane * each
-    last_request = least(first_request + each, requests)
-    before = scan.warp_inclusive(mine, lane) - mine
-    first = homes.first(first_request)
-    for request in cutlass.range(first_request, last_request, unroll=1):
-        tiles, half = schedule.prefix_word(rest, request)
-        ptx.store_shared(prefix + Uint32(request) * Uint32(4), Uint32((before << Int32(1)) | half))
-        before = before + tiles
-        behind = homes.first(request + Int32(1))
-        uneven = uneven | Int32(tiles > share * (behind - first))
-        first = behind
-    if lane == Int32(0):
-        ptx.store_shared(prefix + Uint32(requests) * Uint32(4), Uint32(total << Int32(1)))
-    cute.arch.sync_warp()
-    return share, uneven
+    """`number`, not negative, by what `over` is the reciprocal of."""
+    return Int32((Int64(Uint32(number)) * Int64(Uint32(over))) >> Int64(31))
 
 
 @cute.jit

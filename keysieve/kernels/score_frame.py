@@ -71,9 +71,6 @@ class Frame:
     config: Any
     shape: Any
 
-    asks_all = False
-    """Does its key warp ask for all that a block of even lengths needs at once? See `sm90_score_feed.ask_ahead`."""
-
     def home_of(self, requests: Int32, block: Int32, blocks: Int32, over: Any) -> tuple[Int32, Int32, Int32]:
         """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request. over: what the host
         side has worked out for it."""

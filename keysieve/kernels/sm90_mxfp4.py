@@ -7,24 +7,27 @@ of them is brought by the copy engine. See `sm90_mxfp4_scales` for the numbers.
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint8, Uint32
+from cutlass.memory import SmemAllocator
 
 from keysieve.device import ptx
+from keysieve.kernels import schedule, score_trace
 from keysieve.kernels.schedule_spread import spread
 from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, WideMap, plain_tiles, shape_of, smem_map
 from keysieve.kernels.sm90_mxfp4_consume import consume as consume_late
-from keysieve.kernels.sm90_mxfp4_feed import stream_keys
+from keysieve.kernels.sm90_mxfp4_feed import stream_keys, stream_queries
 from keysieve.kernels.sm90_mxfp4_math import WideProducts
 from keysieve.kernels.sm90_mxfp4_places import place_tiles
-from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries, write_table
+from keysieve.kernels.sm90_mxfp4_query import write_table
 from keysieve.kernels.sm90_mxfp4_rows import WideRows
 from keysieve.kernels.sm90_mxfp4_send import Pages
+from keysieve.kernels.sm90_mxfp4_start import make_barriers, meet, plan_few, wait_for_plan
 from keysieve.kernels.sm90_score import ScoreKernel, Shared, fake_arguments
 from keysieve.kernels.sm90_score_config import HOME_ROUNDS, ScoreConfig, ScoreShape, chunks_of
 from keysieve.kernels.sm90_score_load import Boxes
-from keysieve.kernels.sm90_score_math import consume
+from keysieve.kernels.sm90_score_math import Targets, consume
+from keysieve.kernels.sm90_score_store import store_policy
 from keysieve.spec import HEAD_DIM
 
 
@@ -44,8 +47,6 @@ class WideShared(Shared):
 
 class Mxfp4Kernel(ScoreKernel):
     """The scorer of one configuration; `entry_mxfp4` is what is compiled and called."""
-
-    asks_all = True
 
     def __init__(self, config: ScoreConfig, shape: ScoreShape | None = None) -> None:
         self.config = config
@@ -89,7 +90,6 @@ class Mxfp4Kernel(ScoreKernel):
         self.kernel.set_name_prefix(f"sm90_mxfp4_h{config.heads}_n{config.next_n}_{config.layout}")
         self.kernel(
             sources,
-            pages,
             words,
             query,
             weights,
@@ -115,20 +115,75 @@ class Mxfp4Kernel(ScoreKernel):
             min_blocks_per_mp=1,
         )
 
-    def shared_memory(self, base: Any) -> Any:
-        """Handles into the block's shared memory."""
-        return WideShared(base, smem_map(self.config, self.shape), self.shape)
-
-    @cute.jit
-    def begin(self, shared: Any, key_copy: Any, row_copy: Any, warp: Int32) -> None:
-        """Barriers, descriptors, and the table of widened codes, which the query warp is the first to read."""
-        ScoreKernel.begin(self, shared, key_copy, row_copy, warp)
-        if warp == self.query_warp:
-            with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.shape.stages):
-                    cute.arch.mbarrier_init(shared.landed + stage, 1)
-            cute.arch.mbarrier_init_fence()
-            write_table(shared.table)
+    @cute.kernel
+    def kernel(
+        self,
+        sources: Any,
+        words: Int64,
+        query: Int64,
+        weights: Int64,
+        lens: Int64,
+        table: Int64,
+        logits: Int64,
+        tops: Int64,
+        starts: Int64,
+        flags: Int64,
+        table_stride: Int64,
+        pitch: Int64,
+        pages: Int32,
+        requests: Int32,
+        limit: Int32,
+        skip: Int32,
+        capacity: Int32,
+        over: Any,
+    ) -> None:
+        """As `ScoreKernel.kernel`, but that every producer warp begins with what it alone can do."""
+        shape = self.shape
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
+        shared = WideShared(base, smem_map(self.config, shape), shape)
+        shared.trace = starts
+        shared.over = over
+        score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
+        score_trace.place(self, shared, warp == self.key_warp)
+        led = Int32(requests <= Int32(schedule.few(self.config.next_n)))
+        ptx.grid_wait()
+        ptx.grid_launch_dependents()
+        score_trace.mark(self, shared, score_trace.WAITED, warp == self.key_warp)
+        lengths = schedule.lengths_of(self.config.layout, lens, tops)
+        home = over.home_of(block)
+        if led == Int32(0):
+            make_barriers(self, shared, warp)
+            if warp == self.query_warp:
+                write_table(shared.table)
+            self.plan_many(shared, lengths, flags, requests, limit, skip, thread, block)
+        if warp >= self.key_warp:
+            cute.arch.setmaxregister_decrease(shape.registers[0])
+            if warp == self.key_warp:
+                where = (table, table_stride, pages, flags, lengths, requests, limit, skip, capacity)
+                stream_keys(self, shared, sources, *where, block, blocks, home)
+            elif warp == self.query_warp:
+                stream_queries(self, shared, words, query, weights, lengths, limit, requests, capacity, home)
+            elif led != Int32(0):
+                if warp == self.report_warp:
+                    plan_few(self, shared, flags, lengths, requests, limit, skip, block)
+                else:
+                    make_barriers(self, shared, Int32(self.query_warp + 1))
+                    meet(self)
+                wait_for_plan(self)
+            if warp == self.report_warp and block == Int32(0):
+                total = schedule.tiles_before(shared.prefix, requests)
+                self.report(shared, starts, flags, requests, capacity, total)
+            self.assist(shared, warp)
+        else:
+            cute.arch.setmaxregister_increase(shape.registers[1])
+            if led != Int32(0):
+                wait_for_plan(self)
+            policy = store_policy(schedule.tiles_before(shared.prefix, requests), self.config, pitch)
+            self.consume(shared, Targets(logits, tops, pitch, policy), thread, led)
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """Keys come from registers."""
@@ -145,34 +200,9 @@ class Mxfp4Kernel(ScoreKernel):
         if warp > self.query_warp:
             place_tiles(self, shared, warp - Int32(self.query_warp + 1))
 
-    def stream_keys(self, shared: Any, sources: Any, pages: Any, *arguments: Any) -> None:
-        """The work of the key warp."""
-        del pages
-        stream_keys(self, shared, sources, *arguments)
-
-    def home_of(self, requests: Int32, block: Int32, blocks: Int32, over: Any) -> tuple[Int32, Int32, Int32]:
-        """Blocks are spread: `over` is a `schedule_spread.Spread`, and knows both numbers."""
-        del requests, blocks
-        home: tuple[Int32, Int32, Int32] = over.home_of(block)
-        return home
-
-    def prefetch_pages(self, key_copy: Any) -> None:
-        """Pages have no descriptor."""
-
-    def prefetch_rows(self, row_copy: Any) -> None:
-        """Queries have no descriptor."""
-
     def scale_words(self, shared: Any, slot: Int32) -> Uint32:
         """Shared address of the 64 scale words of a page of the ring: behind its keys."""
         return shared.keys + Uint32(slot) * Uint32(PAGE_SLOT) + Uint32(SCALE_PLACE)
-
-    def widen_rows(self, shared: Any, words: Int64, query: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
-        """Queries of the request whose first row is `row`, into a query stage."""
-        widen_queries(self, shared, query, words, row, stage, lane)
-
-    def put_weights(self, shared: Any, weights: Int64, row: Int32, stage: Int32, lane: Int32) -> None:
-        """Head weights of the request whose first row is `row`, into a query stage."""
-        scale_weights(self, shared, weights, row, stage, lane)
 
 
 def build(config: ScoreConfig, arch: str) -> tuple[Any, tuple[Any, ...]]:

@@ -39,6 +39,10 @@ CHUNK = fp8.SET * fp8.PART
 AREA = 3 * 4 * TILE
 """Bytes that say what a tile's scales are, see `sm90_mxfp4_places`."""
 
+START_BARRIER, QUERY_BARRIER = 2, 3
+"""Named barriers of a block with few requests, beside the plan's (see `sm90_mxfp4_start`): the mbarriers and the table
+of codes are there; the prefix table is there for the query warp."""
+
 TILE_APART = 1 << 30
 """Set in a tile's request number, in its descriptor, if one of its keys is apart (for consumers of `plain_tiles`)."""
 

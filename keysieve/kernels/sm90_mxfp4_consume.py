@@ -63,16 +63,21 @@ def consume(
     score_trace.mark(kernel, shared, score_trace.LANDED, group == Int32(0))
     while owner != Int32(NO_REQUEST):
         number = sequence & Int32(TILE_APART - 1)
+        place = number % Int32(shape.query_stages)
+        row, stride = row_places(config, shared, targets, owner)
+        lengths = shared.lengths + Uint32(place) * Uint32(32)
+        if cutlass.const_expr(not side_by_side(config)):
+            places = result_places(config, targets, row, stride, lengths, warp, lane)
         for request in cutlass.range(held + Int32(1), number + Int32(1), unroll=1):
             if request > Int32(0):  # those this group had no tile of are released as well, in order
                 release(shared.query_empty + (request - Int32(1)) % Int32(shape.query_stages))
             query_stage = request % Int32(shape.query_stages)
             sync.wait_barrier(shared.query_full + query_stage, (request // Int32(shape.query_stages)) & 1)
         held = number
-        place = held % Int32(shape.query_stages)
-        row, stride = row_places(config, shared, targets, owner)
-        lengths = shared.lengths + Uint32(place) * Uint32(32)
-        places = result_places(config, targets, row, stride, lengths, warp, lane)
+        if cutlass.const_expr(side_by_side(config)):
+            places = result_places(config, targets, row, stride, lengths, warp, lane)
+        else:
+            places.read_lengths()
         weights = resident_weights(kernel, shared, place, quad)
         score_trace.mark(kernel, shared, score_trace.QUERIED, group == Int32(0))
         products.begin(place)

@@ -87,16 +87,18 @@ def send_home(
     code: Int32,
     request: Int32,
     within: Int32,
+    first: Int32,
     count: Int32,
     lane: Int32,
     policy: Int64,
 ) -> None:
-    """The block's first `count` tiles, all of `request`, into a ring that nothing has been sent to, two lanes a tile.
+    """Of the block's first `count` tiles, all of `request`, those behind the first `first`, two lanes a tile, into a
+    ring that nothing else has been sent to.
 
     What `send_batch` does with them, by few instructions: everybody waits for these, and none is in a cache yet.
     """
     pair = lane >> Int32(1)
-    here = pair < count
+    here = (pair < count) & (pair >= first)
     other = cute.arch.shuffle_sync_bfly(code, 1)
     bad = Uint32(cute.arch.vote_ballot_sync(here & (code == Int32(BAD_PAGE))))
     if bad != Uint32(0):
@@ -113,7 +115,7 @@ def send_home(
         source = pages.keys + Int64(code) * pages.stride
         ptx.bulk_load(target, source, Int32(kernel.boxes.page_bytes), ptx.smem_addr(full), policy)
     cute.arch.sync_warp()
-    score_trace.mark(kernel, shared, score_trace.COPYING, count >= Int32(0))
+    score_trace.mark(kernel, shared, score_trace.COPYING, first == Int32(0))
 
 
 @cute.jit

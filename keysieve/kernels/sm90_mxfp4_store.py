@@ -75,11 +75,6 @@ class PlainPlaces:
         self.any = places
         self.lengths = lengths
         self.policy = places.policy
-        found = row_lengths(lengths, config.next_n)
-        least = found[0]
-        for length in found[1:]:
-            least = select(length < least, length, least)
-        self.whole = least // Int32(TILE)
         self.logit = places.first_logit
         self.pitch = places.logit_pitch
         row = Int32(0)
@@ -94,8 +89,17 @@ class PlainPlaces:
                 row = row + bit
             else:
                 idle = idle | bit
-        self.limit = select((idle == Int32(0)) & (row < Int32(config.next_n)), self.whole, Int32(0))
+        self.stores = (idle == Int32(0)) & (row < Int32(config.next_n))
         self.top = places.first_top + places.top_pitch * Int64(row)
+
+    def read_lengths(self) -> None:
+        """What the request's lengths say, when they are there."""
+        found = row_lengths(self.lengths, self.config.next_n)
+        least = found[0]
+        for length in found[1:]:
+            least = select(length < least, length, least)
+        self.whole = least // Int32(TILE)
+        self.limit = select(self.stores, self.whole, Int32(0))
 
 
 def top_words(rows: int) -> int:

@@ -234,8 +234,6 @@ class ScoreKernel(Frame):
                 [Int32(0) for _ in range(schedule.few(self.config.next_n) // 32)],
                 [Int32(0) for _ in range(self.config.next_n)],
             )
-        elif cutlass.const_expr(self.asks_all):
-            raw = [Int32(0) for _ in range(schedule.few(self.config.next_n) // 32)]
         page = Int32(0)
         if warp == self.key_warp and led != Int32(0):
             raw, page = ask_ahead(self, lengths, table, table_stride, requests, limit, block, blocks, over)

@@ -29,7 +29,6 @@ from keysieve.kernels.sm90_score_load import (
     page_views,
     put_weights,
     row_views,
-    widen_rows,
 )
 from keysieve.kernels.sm90_score_send import order_queries as order_queries
 from keysieve.kernels.sm90_score_send import send_each
@@ -110,8 +109,7 @@ def ask_ahead(
     the page ids of the block's home tiles, two lanes a tile). Nothing waits for them yet.
 
     Where a cut is `early`, in place of the first: (the first length of each of the lane's requests, the lengths of the
-    block's home request). Where a kernel `asks_all`: the first length of each of the lane's requests, and the page ids
-    of as many home tiles as make a batch."""
+    block's home request)."""
     next_n = kernel.config.next_n
     lane = cute.arch.lane_idx()
     mine = lane * ((requests + Int32(31)) >> Int32(5))
@@ -121,14 +119,11 @@ def ask_ahead(
     request, place, step = kernel.home_of(requests, block, blocks, over)
     page = Int32(0)
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
-    asked = BATCH if kernel.asks_all else kernel.home_rounds
-    if lane < Int32(2 * asked) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
+    if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
         page = ptx.load(table_entry(table, request, table_stride, column), Int32)
     if cutlass.const_expr(is_early(kernel)):
         own = schedule.raw_lengths(lens, request, next_n)
         raw = (more_lengths(lens, requests, mine, raw, next_n), own)
-    elif cutlass.const_expr(kernel.asks_all):
-        raw = more_lengths(lens, requests, mine, raw, next_n)
     return raw, page
 
 
@@ -336,16 +331,9 @@ def stream_queries(
     while request >= Int32(0):
         row = request * Int32(config.next_n)
         sync.wait_barrier(shared.query_empty + stage, phase)
-        if cutlass.const_expr(hasattr(kernel, "widen_rows")):
-            widen_rows(kernel, shared, source, target, row, stage, lane)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.query_full + stage)
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    shared.query_full + stage, config.columns * kernel.boxes.row_bytes
-                )
-            copy_queries(kernel, row_copy, source, target, request, stage, shared.query_full + stage)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.query_full + stage, config.columns * kernel.boxes.row_bytes)
+        copy_queries(kernel, row_copy, source, target, request, stage, shared.query_full + stage)
         length = Int32(0)
         if lane < Int32(config.next_n):
             length = read_length(lens, Int64(row + lane) * Int64(4))

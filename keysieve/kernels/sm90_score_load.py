@@ -1,8 +1,8 @@
 """What the scorers' producers copy, and where to.
 
 What differs between the kernels, the one that is passed in knows: `boxes` (how a page lies in global and in shared
-memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage), `put_weights` (the form in
-which its consumers read the head weights) and, where it has one, `widen_rows` (queries written by the warp itself).
+memory), `copy_page`, `scale_words` (where the 64 scale words of a page stand in a stage) and `put_weights` (the form in
+which its consumers read the head weights).
 """
 
 from dataclasses import dataclass
@@ -104,11 +104,6 @@ def spoil_scales(words: Uint32, lane: Int32) -> None:
     cute.arch.sync_warp()
 
 
-def widen_rows(kernel: Any, shared: Any, words: Any, query: Any, row: Int32, stage: Int32, lane: Int32) -> None:
-    """Where a kernel has queries written by this warp instead of the copy engine: fenced, the warp together."""
-    kernel.widen_rows(shared, words, query, row, stage, lane)
-
-
 def copy_queries(
     kernel: Any, row_copy: Any, source: Any, target: Any, request: Int32, stage: Int32, barrier: Any
 ) -> None:
@@ -122,12 +117,7 @@ def copy_queries(
 
 
 def row_views(kernel: Any, shared: Any, row_copy: Any, query_rows: Any) -> tuple[Any, Any]:
-    """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them.
-
-    Both as they came where the kernel writes queries itself.
-    """
-    if hasattr(kernel, "widen_rows"):
-        return row_copy, query_rows
+    """(global query rows by number, held rows by (row of the request, stage)) as the tensor copy wants them."""
     if getattr(kernel.shape, "by_rows", False):
         sets: tuple[Any, Any] = kernel.set_views(shared, row_copy, query_rows)
         return sets

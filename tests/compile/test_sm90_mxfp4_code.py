@@ -42,7 +42,7 @@ def test_instructions(config: ScoreConfig) -> None:
     chunks = chunks_of(config, shape_of(config))
     ways = 2 if plain_tiles(config, shape_of(config)) else 1  # plain tiles have a loop of their own
     assert sorted(products) == sorted(config.heads * rows for _, rows in chunks for _ in range(ways * 2 * 4))
-    assert built.facts.count(r"cp\.async\.bulk\.shared::cluster\.global") == 2, "a copy a lane, home tiles and batches"
+    assert built.facts.count(r"cp\.async\.bulk\.shared::cluster\.global") == 3, "a copy a lane: first, home, batches"
     assert built.facts.count(r"cp\.async\.bulk\.tensor") == 0
     assert "ftz" not in built.ptx, "factors and logits may be subnormal"
     assert "C7512" not in built.notes

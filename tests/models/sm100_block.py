@@ -119,7 +119,6 @@ class Device:
             tensor=tensor_map(config, shape),
             chunks=chunks_of(config, shape),
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
-            asks_all=False,
             home_of=home_of("score_frame.py", "Frame", self.feed),
             boxes=SimpleNamespace(page_bytes=form.page_bytes, row_bytes=config.row_bytes),
         )

@@ -198,14 +198,17 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         return sum(here.gather(value))
 
     def barrier_arrive(barrier_id: int, number_of_threads: int) -> None:
-        assert (barrier_id, number_of_threads) == (1, 32 * unit.plan.warps)
+        assert number_of_threads == 32 * meeting(barrier_id).warps
         here.meet()
         if here.lane == 0:
-            unit.plan.arrive()
+            meeting(barrier_id).arrive()
 
-    def barrier(**which: int) -> None:
-        barrier_arrive(**which)
-        unit.plan.wait()
+    def barrier(barrier_id: int, number_of_threads: int) -> None:
+        barrier_arrive(barrier_id, number_of_threads)
+        meeting(barrier_id).wait()
+
+    def meeting(number: int) -> Any:
+        return unit.plan if number == 1 else unit.meetings[number]
 
     def copy(_atom: Any, source: np.ndarray, target: int, tma_bar_ptr: Any, **_hints: Any) -> None:
         def bring() -> None:
@@ -221,6 +224,7 @@ def bindings(unit: Unit, here: Lanes) -> dict[str, Any]:
         elected=lambda: here.lane == 0,
         sync_warp=lambda: here.meet(),
         mbarrier_init=lambda _barriers, _arrivals: None,  # the block's are made with it
+        mbarrier_init_fence=lambda: None,
         mbarrier_arrive=lambda barriers: barriers.here.arrive(),
         mbarrier_arrive_and_expect_tx=lambda barriers, count: barriers.here.arrive(count),
         shuffle_sync_bfly=lambda value, distance: here.gather(value)[here.lane ^ distance],

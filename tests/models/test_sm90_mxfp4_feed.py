@@ -12,18 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions, home_of, run_together
+from sm100_source import PRODUCERS, Lanes, Warp, bindings, execute, functions, run_together
 from sm100_unit import Barrier, Barriers, NamedBarrier, Unit
 
 from keysieve.kernels.score_cut import HOME_ROUNDS, ORDERS
-from keysieve.kernels.sm90_mxfp4_config import PAGE_SLOT, SCALE_PLACE, shape_of, smem_map
+from keysieve.kernels.sm90_mxfp4_config import (
+    PAGE_SLOT,
+    QUERY_BARRIER,
+    SCALE_PLACE,
+    START_BARRIER,
+    shape_of,
+    smem_map,
+)
 from keysieve.kernels.sm90_score_config import NO_REQUEST, PAGES_PER_TILE, ScoreConfig
 from keysieve.spec import PAGE, TILE
 
 LENS, TABLE, FLAGS, KEYS = 3 << 20, 4 << 20, 5 << 20, 1 << 32
 STRIDE = PAGE_SLOT + 48
 GARBAGE = 0x7FFFFFFF
-FILES = ("schedule_spread.py", "sm90_mxfp4_send.py", "sm90_mxfp4_feed.py")
+FILES = ("schedule_spread.py", "sm90_mxfp4_send.py", "sm90_mxfp4_start.py", "sm90_mxfp4_feed.py")
 ROWS = ("prefix", "rest", "orders", "descriptors", "scratch", "keys", "weights", "lengths")
 
 
@@ -54,7 +61,9 @@ class Block:
         config, shape = case.config, shape_of(case.config)
         self.shape, places = shape, smem_map(config, shape)
         self.unit, self.here = Unit(places.total, block), Lanes()
-        self.unit.plan = NamedBarrier(shape.threads // 32)
+        self.unit.plan = NamedBarrier(shape.threads // 32 - 1)  # all but the query warp
+        start = NamedBarrier(shape.producer_warps)
+        self.unit.meetings = {START_BARRIER: start, QUERY_BARRIER: NamedBarrier(2)}
         self.unit.pool = (KEYS, STRIDE, case.pages)
         self.names = names = self.code(edits)
         at = {name: self.unit.origin + getattr(places, name) for name in ROWS}
@@ -68,18 +77,18 @@ class Block:
         )
         barriers = {name: Barriers(tuple(Barrier(arrivals) for _ in range(n))) for name, n, arrivals in rings}
         over = names["spread"](len(case.tiles), blocks)
-        self.shared = SimpleNamespace(**at, **barriers, over=over)
+        landed = Barriers(tuple(Barrier(1) for _ in range(shape.stages)))
+        self.shared = SimpleNamespace(**at, **barriers, landed=landed, over=over)
         self.kernel = SimpleNamespace(
             config=config,
             shape=shape,
             places=places,
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
-            asks_all=True,
-            home_of=home_of("sm90_mxfp4.py", "Mxfp4Kernel", names),
+            query_warp=4 * shape.groups + 1,
             boxes=SimpleNamespace(page_bytes=PAGE_SLOT, slot_bytes=PAGE_SLOT),
-            widen_rows=self.widen_rows,
-            put_weights=lambda *_: None,
         )
+        names.update(widen_queries=self.widen_queries, scale_weights=lambda *_: None)
+        self.home = over.home_of(block)
         self.queries: dict[int, int] = {}  # request by stage
         self.seen: list[tuple[int, int]] = []
         self.led = len(case.tiles) <= names["few"](config.next_n)
@@ -103,35 +112,56 @@ class Block:
         for file, only in (*PRODUCERS, *((file, None) for file in FILES)):
             execute(functions(file, only, edits), file, names)
         names["scale_words"] = lambda _kernel, shared, slot: shared.keys + slot * PAGE_SLOT + SCALE_PLACE
-        names["row_views"] = lambda *_: (0, 0)
+        names.update(START_BARRIER=START_BARRIER, QUERY_BARRIER=QUERY_BARRIER)
         names["scan"] = names["schedule"] = names["homes"] = SimpleNamespace(**names)
         return names
 
-    def widen_rows(self, _shared: Any, _words: Any, _query: Any, row: int, stage: int, lane: int) -> None:
+    def widen_queries(
+        self, _kernel: Any, shared: Any, _query: Any, _words: Any, _weights: Any, row: int, *rest: Any
+    ) -> int:
+        stage, phase, lane, starts = rest
+        if starts:
+            self.names["meet"](self.kernel)
+        else:
+            self.names["sync"].wait_barrier(shared.query_empty + stage, phase)
         if lane == 0:
             self.queries[stage] = row // self.case.config.next_n
         self.here.meet()
+        return 0
+
+    def asked(self) -> tuple[Any, ...]:
+        """What the warps that send are told."""
+        requests, width = self.case.table.shape
+        lens = self.names["lengths_of"]("compact", LENS, 0)
+        sources = SimpleNamespace(keys=KEYS, stride=STRIDE)
+        return (sources, TABLE, width, len(self.case.pages), FLAGS, lens, requests, PAGE * width, self.case.skip)
 
     def key_warp(self, lane: int, together: Warp) -> None:
         self.here.join(12, lane, together)
-        requests, width = self.case.table.shape
-        lens, limit, names = self.names["lengths_of"]("compact", LENS, 0), PAGE * width, self.names
-        raw: Any = [0] * max(1, names["few"](self.case.config.next_n) // 32)
-        page = 0
+        numbers = (1 << 20, *self.cut, self.home)
+        self.names["stream_keys"](self.kernel, self.shared, *self.asked(), *numbers)
+
+    def scale_warp(self) -> None:
+        """It makes barriers: here they are made with the block."""
         if self.led:
-            asked = (lens, TABLE, width, requests, limit, *self.cut, self.shared.over)
-            raw, page = names["ask_ahead"](self.kernel, *asked)
-        sources = SimpleNamespace(keys=KEYS, stride=STRIDE)
-        numbers = (lens, requests, limit, self.case.skip, 1 << 20, *self.cut, raw, page)
-        where = (sources, TABLE, width, len(self.case.pages), FLAGS)
-        names["stream_keys"](self.kernel, self.shared, *where, *numbers)
+            self.unit.meetings[START_BARRIER].arrive()
+            self.unit.plan.arrive()
 
     def query_warp(self, lane: int, together: Warp) -> None:
         self.here.join(13, lane, together)
         requests, width = self.case.table.shape
         lens = self.names["lengths_of"]("compact", LENS, 0)
-        numbers = (lens, PAGE * width, requests, 1 << 20, *self.cut)
-        self.names["stream_queries"](self.kernel, self.shared, None, None, 0, *numbers)
+        numbers = (lens, PAGE * width, requests, 1 << 20, self.home)
+        self.names["stream_queries"](self.kernel, self.shared, 0, 0, 0, *numbers)
+
+    def plan_warp(self, lane: int, together: Warp) -> None:
+        self.here.join(15, lane, together)
+        requests, width = self.case.table.shape
+        if self.led:
+            lens = self.names["lengths_of"]("compact", LENS, 0)
+            numbers = (FLAGS, lens, requests, PAGE * width, self.case.skip, self.cut[0])
+            self.names["plan_few"](self.kernel, self.shared, *numbers)
+            self.names["wait_for_plan"](self.kernel)
 
     def wait_for_plan(self) -> None:
         if self.led:
@@ -178,10 +208,10 @@ class Block:
 
     def run(self) -> list[tuple[int, int]]:
         """Scored tiles."""
-        warps = [Warp(60.0), Warp(60.0)]
-        roles = zip((self.key_warp, self.query_warp), warps, strict=True)
+        warps = [Warp(60.0) for _ in range(3)]
+        roles = zip((self.key_warp, self.query_warp, self.plan_warp), warps, strict=True)
         jobs = [partial(role, lane, warp) for role, warp in roles for lane in range(32)]
-        jobs += [partial(self.wait_for_plan)] * 2  # the scale warps
+        jobs.append(self.scale_warp)
         jobs += [partial(self.consumers, group) for group in range(self.shape.groups)]
         failures = run_together(jobs, warps)
         self.unit.close()
