@@ -75,23 +75,27 @@ def write_own(
     table, _table_stride, _next_n, page_log2, block_rows = where
     out, out_stride, _counts, _positions = target
     below = ptx.lanes_below()
-    line = out + Int64(row) * out_stride * Int64(4)
-    place = before
+    own = Uint32(0)
     for part in cutlass.range_constexpr(share.rounds):
-        if share.mine(part):
-            even = (chosen >> Uint32(2 * part)) & Uint32(1)
-            odd = (chosen >> Uint32(2 * part + 1)) & Uint32(1)
-            evens = Uint32(cute.arch.vote_ballot_sync(even != Uint32(0)))
-            odds = Uint32(cute.arch.vote_ballot_sync(odd != Uint32(0)))
+        own = own | (Uint32(share.mine(part)) * Uint32(3 << (2 * part)))
+    if own != Uint32(0):  # of the whole warp
+        taken = chosen & own
+        line = out + (Int64(row) * out_stride + Int64(before)) * Int64(4)
+        votes = [
+            Uint32(cute.arch.vote_ballot_sync((taken & Uint32(1 << half)) != Uint32(0)))
+            for half in range(2 * share.rounds)
+        ]
+        place = Int32(0)
+        for part in cutlass.range_constexpr(share.rounds):
+            evens, odds = votes[2 * part], votes[2 * part + 1]
             spot = place + Int32(cute.arch.popc(evens & below)) + Int32(cute.arch.popc(odds & below))
             for side in cutlass.range_constexpr(2):
                 half = 2 * part + side
-                taken = (chosen >> Uint32(half)) & Uint32(1)
                 value = Int32(arrival.local_of(words[half], uppers, half))
                 if table != Int64(0):
                     value = physical_row(entries[half], value, page_log2, block_rows)
-                store_if(taken != Uint32(0), line + Int64(spot) * Int64(4), value)
-                spot = spot + Int32(taken)
+                store_if(taken & Uint32(1 << half), line + Int64(Uint32(spot)) * Int64(4), value)
+                spot = spot + Int32((taken >> Uint32(half)) & Uint32(1))
             place = place + Int32(cute.arch.popc(evens)) + Int32(cute.arch.popc(odds))
 
 
@@ -140,13 +144,17 @@ def merge_row(
     barrier where it is not 0.
     """
     lists = share.lists
-    top, bottom = search.count_keys(share, words)
+    search.count_keys(share, words)
+    cute.arch.sync_threads()
     row_lists.note_clock(lists, 4)
+    if share.warp == Int32(search.warps_of(lists) - 1):
+        search.search_near(share)
     uppers = arrival.upper_bits(share, wide)
     entries = [Int32(0) for _ in range(2 * share.rounds)]
     if cutlass.const_expr(not again):
         entries = look_up(share, words, uppers, where, row)
-    found = search.search_counted(share, words, top, bottom)
+    cute.arch.sync_threads()
+    found = search.found_near(share, words)
     row_lists.note_clock(lists, 6)
     chosen = search.choose_entries(share, words, uppers, found, length)
     row_lists.note_clock(lists, 7)

@@ -23,6 +23,7 @@ ID_MAX = (1 << 27) - 1
 """Global positions are below 2^26."""
 
 FOUND_THRESHOLD, FOUND_ABOVE, FOUND_EQUAL, FOUND_CUT, FOUND_TIES = range(5)
+FOUND_NONE = 5  # what has no key is counted here
 FOUND_BIN = 8  # .. 10: what `find_bin` tells
 FOUND_ROW = 15
 """Words of `found`: threshold key, keys above it, keys equal to it, the largest id that is taken among those, ids

@@ -22,6 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS = 2048
+NEAR = 256
+"""Keys from the least one on among which the threshold is looked for first."""
+
 FEW = 128
 """Equal keys up to which they are ranked against each other."""
 
@@ -67,11 +70,32 @@ def flat_threshold(lists: Lists, k: int) -> Found:
     return Found(digit << 5 | lower, k - above - more, int(low[lower]))
 
 
+def near_threshold(live: Numbers, k: int) -> Found | None:
+    """The threshold if it is among the NEAR keys from the least one on, a multiple of eight taken for that: so many of
+    the smallest keys are not taken, and the next one is it. None as well where bins would have several keys."""
+    lowest = int(live.min()) // 8 * 8
+    if (int(live.max()) | 3) - lowest >= BINS:
+        return None
+    counts = np.bincount(live & (BINS - 1), minlength=BINS)[(lowest + np.arange(NEAR)) & (BINS - 1)]
+    excess = len(live) - k
+    reach = np.cumsum(counts)
+    if reach[-1] <= excess:
+        return None
+    step = int(np.argmax(reach > excess))
+    return Found(lowest + step, int(reach[step]) - excess, int(counts[step]))
+
+
 def distance_threshold(lists: Lists, k: int) -> Found:
     """Lower 11 bits, or distances from the least key: the latency form."""
     live = lists.keys[lists.keys != _EMPTY]
     if len(live) < k:
         return Found(0, 0, 0)
+    near = near_threshold(live, k)
+    return near or far_threshold(live, k)
+
+
+def far_threshold(live: Numbers, k: int) -> Found:
+    """`distance_threshold` where the threshold is not near the least key."""
     least, most = int(live.min()), int(live.max())
     upper = most | 3  # bins are looked at by fours
     if upper - least < BINS:

@@ -104,6 +104,29 @@ def test_the_passes_give_the_references_answer(
     assert positions.tolist() == row[row >= 0].tolist()
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    least=st.sampled_from((1, 7, 8, 0x7FF9, 0xF000)),
+    spread=st.sampled_from((1, 8, 200, 300, 2038, 2041, 2048, 3000)),
+    number=st.integers(1, 600),
+    k=st.integers(1, 600),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_threshold_near_the_least_key_is_the_one(least: int, spread: int, number: int, k: int, seed: int) -> None:
+    """Keys that would share a bin with others are not looked at in this way."""
+    rng = np.random.default_rng(seed)
+    keys = np.minimum(least + np.append(rng.integers(0, spread, number), [0, spread - 1]), 0xFF80).astype(np.int64)
+    lists = Lists(keys[None], np.arange(len(keys))[None])
+    wanted = model.flat_threshold(lists, k) if k <= len(keys) else model.Found(0, 0, 0)
+    assert model.distance_threshold(lists, k) == wanted
+    if k <= len(keys):
+        near = model.near_threshold(keys, k)
+        assert near in (None, wanted)
+        assert model.far_threshold(keys, k) == wanted
+        if spread <= 200:
+            assert near == wanted
+
+
 @pytest.mark.parametrize("length", [1, 2047, 2048, 2049, 1 << 20, (1 << 22) + 1, 1 << 26])
 def test_ids_are_cut_exactly_whatever_the_length(length: int) -> None:
     rng = np.random.default_rng(length)
