@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -10,7 +11,7 @@ import keysieve.kernels.sm90_score_config as fp8
 from keysieve.compile.build import build
 from keysieve.kernels.base import MAX_BLOCK_SHARED
 from keysieve.kernels.sm90_mxfp4_config import KERNEL, by_rows, plain_tiles, shape_of, smem_map
-from keysieve.kernels.sm90_score_config import ScoreConfig, chunks_of
+from keysieve.kernels.sm90_score_config import ORDERS, ScoreConfig, chunks_of
 
 SOME = [
     ScoreConfig("mxfp4", 32, 1, "compact", "float32"),
@@ -46,6 +47,18 @@ def test_instructions(config: ScoreConfig) -> None:
     assert built.facts.count(r"cp\.async\.bulk\.tensor") == 0
     assert "ftz" not in built.ptx, "factors and logits may be subnormal"
     assert "C7512" not in built.notes
+    shape = shape_of(config)
+    meetings = Counter(re.findall(r"\bbar\.(sync|arrive)\s+(\d+)(?:, (\d+))?;", built.ptx))
+    assert meetings == {  # warps are 4 producers and the consumers; the query warp waits for no plan but at barrier 3
+        ("sync", "0", ""): 2,
+        ("sync", "1", str(shape.threads - 32)): 3,
+        ("sync", "2", "128"): 4,
+        ("arrive", "3", "64"): 1,
+        ("sync", "3", "64"): 1,
+    }
+    assert built.facts.count(r"mbarrier\.init") == 2 * (3 * shape.stages + 2 * shape.query_stages + 2 * ORDERS), (
+        "few, many"
+    )
     # Apart: of a page each, the steps of a chunk's block of eight columns, or of the four that a row's chains want.
     turns = config.next_n if by_rows(config) else len(chunks)
     assert built.facts.count(r"mma\.sync\.aligned\.m16n8k32") == 4 * 2 * turns

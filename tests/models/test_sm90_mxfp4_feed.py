@@ -1,7 +1,7 @@
-"""The key and query warps of Hopper's MXFP4 scorer, executed: every tile once, on its own pages and queries.
+"""The producer warps of Hopper's MXFP4 scorer, executed: every tile once, on its own pages and queries.
 
-All blocks of a launch one after another, a thread a lane of the two warps and one a group of consumers, which let go of
-tiles and queries as the device's do and note what they would score.
+All blocks of a launch one after another, a thread a lane of the key, query and planning warps and one a group of
+consumers, which let go of tiles and queries as the device's do and note what they would score.
 """
 
 from __future__ import annotations
