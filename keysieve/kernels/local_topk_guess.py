@@ -62,7 +62,7 @@ def share(row: Any, n: Int32, rank: Int32) -> Any:
 
 @cute.jit
 def share_reaching(row: Any, words: Any, asked: Int32, floor: Int32, shift: Int32, n: Int32, rank: Int32) -> Any:
-    """(1 if the `n`-th largest key of the row is in one of the bins of 2^shift values from `floor` on, and then this
+    """(Not 0 if the `n`-th largest key of the row is in one of the bins of 2^shift values from `floor` on; then this
     block's words: place of the first, number)."""
     below = Uint32(floor - Int32(1))
     turn = kept.turn_of(below, floor < Int32(NEGATIVE))
