@@ -8,7 +8,6 @@ from cutlass import Int32, Int64, Uint32
 
 from keysieve.device import ptx
 from keysieve.kernels import schedule
-from keysieve.kernels import schedule_homes as homes
 
 
 class Work:
@@ -70,11 +69,6 @@ class Frame:
 
     config: Any
     shape: Any
-
-    def home_of(self, requests: Int32, block: Int32, blocks: Int32, over: Any) -> tuple[Int32, Int32, Int32]:
-        """(request, tile, step): home tile i of `block` is tile `tile + i * step` of the request. over: what the host
-        side has worked out for it."""
-        return homes.home_of(requests, block, blocks, over)
 
     @cute.jit
     def plan_many(

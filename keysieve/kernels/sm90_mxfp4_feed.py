@@ -15,7 +15,7 @@ from keysieve.device import ptx, scan, sync
 from keysieve.kernels import schedule, score_trace
 from keysieve.kernels import schedule_homes as homes
 from keysieve.kernels.schedule_spread import homes_behind, pairs_of, publish_rest
-from keysieve.kernels.sharding import own_length, raw_length
+from keysieve.kernels.sharding import raw_length
 from keysieve.kernels.sm90_mxfp4_config import QUERY_BARRIER
 from keysieve.kernels.sm90_mxfp4_query import scale_weights, widen_queries
 from keysieve.kernels.sm90_mxfp4_send import send_batch, send_home
@@ -29,7 +29,7 @@ from keysieve.kernels.sm90_mxfp4_start import (
     wait_for_plan,
 )
 from keysieve.kernels.sm90_score_config import NO_REQUEST
-from keysieve.kernels.sm90_score_feed import end_ring, look_up, next_order, page_code
+from keysieve.kernels.sm90_score_feed import end_ring, look_up, next_order, page_code, tell_lengths
 from keysieve.kernels.sm90_score_load import BATCH
 from keysieve.kernels.sm90_score_send import order_queries
 
@@ -231,14 +231,7 @@ def stream_queries(
         if waiting != Int32(0):
             cute.arch.barrier(barrier_id=QUERY_BARRIER, number_of_threads=64)
             waiting = Int32(0)
-        after = schedule.tiles_before(shared.prefix, request + Int32(1))
-        if lane < Int32(config.next_n):
-            usable = schedule.usable_length(own_length(lens, length), limit) * Int32(after <= capacity)
-            where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
-            ptx.store_shared(where, Uint32(usable))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.query_full + stage)
+        tell_lengths(kernel, shared, request, length, limit, capacity, stage, lane, lens)
         stage = stage + Int32(1)
         if stage == Int32(kernel.shape.query_stages):
             stage = Int32(0)

@@ -218,7 +218,7 @@ class ScoreKernel(Frame):
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = SmemAllocator().allocate_array(Uint8, self.places.total, byte_alignment=1024)
-        shared = self.shared_memory(base)
+        shared = Shared(base, self.places, shape)
         shared.trace = starts
         shared.over = over
         score_trace.mark(self, shared, score_trace.START, warp == self.key_warp)
@@ -248,7 +248,8 @@ class ScoreKernel(Frame):
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_decrease(shape.registers[0])
             if warp == self.key_warp:
-                self.stream_keys(
+                stream_keys(
+                    self,
                     shared,
                     key_copy,
                     key_pages,
@@ -275,7 +276,6 @@ class ScoreKernel(Frame):
             if warp == self.report_warp and block == Int32(0):
                 total = schedule.tiles_before(shared.prefix, requests)
                 self.report(shared, Int64(0) if maxima else starts, flags, requests, capacity, total)
-            self.assist(shared, warp)
         else:
             if cutlass.const_expr(shape.registers[0] > 0):
                 cute.arch.setmaxregister_increase(shape.registers[1])
@@ -290,7 +290,7 @@ class ScoreKernel(Frame):
         """Barriers and descriptors, while the first loads are on their way; the plan's barrier publishes them."""
         shape = self.shape
         if warp == self.key_warp:
-            self.prefetch_pages(key_copy)
+            cpasync.prefetch_descriptor(key_copy)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.stages):
                     cute.arch.mbarrier_init(shared.key_full + stage, 1)
@@ -299,16 +299,12 @@ class ScoreKernel(Frame):
                     init_orders(shared)
             cute.arch.mbarrier_init_fence()
         if warp == self.query_warp:
-            self.prefetch_rows(row_copy)
+            cpasync.prefetch_descriptor(row_copy)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(shape.query_stages):
                     cute.arch.mbarrier_init(shared.query_full + stage, 2)
                     cute.arch.mbarrier_init(shared.query_empty + stage, 4 * shape.groups)
             cute.arch.mbarrier_init_fence()
-
-    def shared_memory(self, base: Any) -> Any:
-        """Handles into the block's shared memory."""
-        return Shared(base, self.places, self.shape)
 
     def products(self, shared: Any, thread: Int32) -> Any:
         """The matrix products of a consumer thread."""
@@ -325,21 +321,6 @@ class ScoreKernel(Frame):
     def consume(self, shared: Any, targets: Any, thread: Int32, led: Int32) -> None:
         """The work of a consumer thread."""
         consume(self, shared, self.products(shared, thread), targets, thread, led)
-
-    def stream_keys(self, shared: Any, *arguments: Any) -> None:
-        """The work of the key warp."""
-        stream_keys(self, shared, *arguments)
-
-    def assist(self, shared: Any, warp: Int32) -> None:
-        """What producer warps beside the first two do."""
-
-    def prefetch_pages(self, key_copy: Any) -> None:
-        """Bring the keys' descriptor near."""
-        cpasync.prefetch_descriptor(key_copy)
-
-    def prefetch_rows(self, row_copy: Any) -> None:
-        """Bring the queries' descriptor near."""
-        cpasync.prefetch_descriptor(row_copy)
 
     def copy_page(
         self, shared: Any, key_copy: Any, source: Any, target: Any, page: Int32, stage: Int32, half: int, policy: Any

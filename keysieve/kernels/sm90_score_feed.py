@@ -18,7 +18,7 @@ from keysieve.device import ptx, scan, sync
 from keysieve.device.paged import page_in_pool, table_entry
 from keysieve.kernels import schedule, score_trace
 from keysieve.kernels import schedule_homes as homes
-from keysieve.kernels.sharding import raw_length, read_length
+from keysieve.kernels.sharding import own_length, raw_length, read_length
 from keysieve.kernels.sm90_score_config import NO_REQUEST, ORDERS
 from keysieve.kernels.sm90_score_early import init_orders, is_early, more_lengths, send_first
 from keysieve.kernels.sm90_score_load import (
@@ -116,7 +116,7 @@ def ask_ahead(
     raw = Int32(0)
     if mine < requests:
         raw = raw_length(lens, Int64(mine) * Int64(4 * next_n))
-    request, place, step = kernel.home_of(requests, block, blocks, over)
+    request, place, step = homes.home_of(requests, block, blocks, over)
     page = Int32(0)
     column = (place + (lane >> Int32(1)) * step) * Int32(2) + (lane & Int32(1))
     if lane < Int32(2 * kernel.home_rounds) and column < (limit + Int32(PAGE - 1)) >> Int32(6):
@@ -241,7 +241,7 @@ def stream_keys(
     faults = Int32(0)
     cursor = Int32(0)
     last = Int32(0)
-    request, place, step = kernel.home_of(requests, block, blocks, shared.over)
+    request, place, step = homes.home_of(requests, block, blocks, shared.over)
     led = Int32(requests <= Int32(schedule.few(kernel.config.next_n)))  # the first request needs no order
     waiting = led
     if waiting != Int32(0):
@@ -320,7 +320,7 @@ def stream_queries(
     shape = kernel.shape
     lane = cute.arch.lane_idx()
     source, target = row_views(kernel, shared, row_copy, query_rows)
-    request, _place, _step = kernel.home_of(requests, block, blocks, shared.over)
+    request, _place, _step = homes.home_of(requests, block, blocks, shared.over)
     led = Int32(requests <= Int32(schedule.few(config.next_n)))  # the first request needs no order
     waiting = led
     sequence = Int32(0)
@@ -341,14 +341,7 @@ def stream_queries(
         if waiting != Int32(0):
             cute.arch.barrier(barrier_id=PLAN_BARRIER, number_of_threads=shape.threads)
             waiting = Int32(0)
-        after = schedule.tiles_before(shared.prefix, request + Int32(1))
-        if lane < Int32(config.next_n):
-            usable = schedule.usable_length(length, limit) * Int32(after <= capacity)
-            where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
-            ptx.store_shared(where, Uint32(usable))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.query_full + stage)
+        tell_lengths(kernel, shared, request, length, limit, capacity, stage, lane)
         stage = stage + Int32(1)
         if stage == Int32(shape.query_stages):
             stage = Int32(0)
@@ -357,3 +350,28 @@ def stream_queries(
         request = next_order(shared, sequence - led)
     if sequence == Int32(1):  # if the block has no tile, nobody has waited for these queries
         sync.wait_barrier(shared.query_full, Int32(0))
+
+
+@cute.jit
+def tell_lengths(
+    kernel: cutlass.Constexpr[Any],
+    shared: Any,
+    request: Int32,
+    length: Int32,
+    limit: Int32,
+    capacity: Int32,
+    stage: Int32,
+    lane: Int32,
+    lens: Any = None,
+) -> None:
+    """A request's usable lengths, of which a lane has that of row `lane`, into its query stage, which is complete with
+    them. The plan is there. lens: where the lengths came from, if they are `raw_length`'s."""
+    after = schedule.tiles_before(shared.prefix, request + Int32(1))
+    if lane < Int32(kernel.config.next_n):
+        own = length if lens is None else own_length(lens, length)
+        usable = schedule.usable_length(own, limit) * Int32(after <= capacity)
+        where = shared.lengths + Uint32(stage) * Uint32(32) + Uint32(lane) * Uint32(4)
+        ptx.store_shared(where, Uint32(usable))
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(shared.query_full + stage)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from sm100_numbers import bf16, f32
-from sm100_source import ByNumber, Lanes, Warp, device_code, home_of, methods, producer_code, run_together
+from sm100_source import ByNumber, Lanes, Warp, device_code, methods, producer_code, run_together
 from sm100_unit import DEADLINE, E2M1, Barrier, Barriers, NamedBarrier, Unit, e4m3, ue8m0
 
 import keysieve as ks
@@ -119,7 +119,6 @@ class Device:
             tensor=tensor_map(config, shape),
             chunks=chunks_of(config, shape),
             home_rounds=min(HOME_ROUNDS, shape.stages - 1),
-            home_of=home_of("score_frame.py", "Frame", self.feed),
             boxes=SimpleNamespace(page_bytes=form.page_bytes, row_bytes=config.row_bytes),
         )
         for called, function in methods(unit, self.here, self.code, edits).items():

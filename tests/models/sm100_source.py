@@ -10,7 +10,6 @@ import ast
 import struct
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -381,13 +380,6 @@ def run_together(jobs: list[Callable[[], None]], warps: list[Warp]) -> list[Base
     for thread in threads:
         thread.join(4 * DEADLINE)
     return failures
-
-
-def home_of(file: str, kernel: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """How a kernel finds a block's home; names: what the producers' functions call."""
-    own = dict(names)
-    execute(methods_of(file, kernel, ("home_of",)), file, own)
-    return partial(own["home_of"], None)
 
 
 def execute(module: ast.Module, file: str, names: dict[str, Any]) -> None:
